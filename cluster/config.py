@@ -1,0 +1,86 @@
+"""`EngineConfig`: the one place for settings, the same from the command line, a YAML file and Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cluster.errors import ConfigError
+
+
+class EngineConfig(BaseModel):
+    """Settings of one engine (one model copy on `tp_size` ranks). Unknown keys are refused.
+
+    Sizes are tokens unless they say otherwise; times are seconds. `None` means "derived at start-up"; the effective
+    values are printed once when the engine is ready.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str | None = Field(None, description="local directory or hub id; the default is SmolLM2-135M-Instruct")
+    served_model_name: str | None = Field(None, description="name clients use; default: the model's directory or id")
+    load_format: Literal["safetensors", "dummy"] = Field("safetensors", description="dummy: random weights, for benchmarks")
+    tp_size: int = Field(1, ge=1, description="ranks (worker actors) that share one copy of the model")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if the cluster has GPUs")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: float32 on cpu, the checkpoint's on cuda"
+    )
+    page_size: int = Field(16, ge=1, le=1024, description="tokens per KV page")
+    num_pages: int | None = Field(None, ge=1, description="usable KV pages; default: what memory holds")
+    max_running_requests: int = Field(256, ge=1, le=65536, description="rows of the page table")
+    max_seq_len: int | None = Field(None, ge=2, description="prompt + output; default: the model's limit")
+    max_step_tokens: int = Field(2048, ge=1, description="token budget of one step")
+    cache_type: Literal["radix", "naive"] = Field("radix", description="prefix cache; naive never shares")
+    kv_layout: Literal["layer_first", "page_first"] = Field("layer_first", description="memory order of the KV pool")
+    overlap_depth: int = Field(2, ge=1, le=2, description="steps in flight; 1 switches overlap off")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of GPU memory the engine may use")
+    gpus_per_rank: float = Field(1.0, gt=0, le=1, description="GPU share per rank; 0.5 puts two ranks on one card (gloo)")
+    max_queued_requests: int = Field(4096, ge=1, description="waiting requests before new ones get 429")
+    integrity_interval: int = Field(0, ge=0, description="check the page invariants every so many steps; 0: never")
+    start_timeout: float = Field(600.0, gt=0, description="deadline for placement, loading and hand-shake together")
+    step_timeout: float = Field(60.0, gt=0, description="a step without an answer for this long means a hung rank")
+    ray_address: str = Field("auto", description="local: a private Ray; auto: a running one, else private; or HOST:PORT")
+
+    @classmethod
+    def load(cls, file: str | Path | None = None, **overrides: Any) -> EngineConfig:
+        """Settings from a YAML mapping, then `overrides` (None values are ignored).
+
+        Raises:
+            ConfigError: unreadable file, unknown key, or a value outside its limits; names each of them.
+        """
+        values: dict[str, Any] = {}
+        if file is not None:
+            try:
+                values = yaml.safe_load(Path(file).read_text()) or {}
+            except (OSError, yaml.YAMLError) as error:
+                raise ConfigError(f"cannot read config file {file}: {error}") from error
+            if not isinstance(values, dict):
+                raise ConfigError(f"config file {file} must hold a mapping of settings, not {type(values).__name__}")
+        return cls.parse(values | {key: value for key, value in overrides.items() if value is not None})
+
+    @classmethod
+    def parse(cls, values: dict[str, Any]) -> EngineConfig:
+        """`EngineConfig(**values)` with pydantic's error turned into a one-line-per-problem ConfigError."""
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise ConfigError(describe(error, tuple(cls.model_fields))) from error
+
+
+def describe(error: ValidationError, known: tuple[str, ...] = ()) -> str:
+    """Pydantic's problems, one a line: field, message, and for an unknown key the nearest known one."""
+    from difflib import get_close_matches
+
+    lines = []
+    for problem in error.errors():
+        name = ".".join(str(part) for part in problem["loc"]) or "value"
+        if problem["type"] == "extra_forbidden":
+            near = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}"
+            lines.append(f"{name}: unknown setting{hint}")
+        else:
+            lines.append(f"{name}: {problem['msg']} (got {problem['input']!r})")
+    return "\n".join(lines)
