@@ -1,0 +1,34 @@
+"""`TokenPool`: the token ids of every running row, on the rank's device."""
+
+from __future__ import annotations
+
+import torch
+
+
+class TokenPool:
+    """int32[num_rows + 1, width] of token ids; the last row is the dummy row.
+
+    Prompt tokens arrive in the plan, sampled ones are scattered here by the sampler, so the next step gathers its
+    input without a trip to the host. One column more than the page table's positions: the token sampled after the
+    last valid position has a place to go.
+    """
+
+    def __init__(self, num_rows: int, max_seq_len: int, page_size: int, device: torch.device | str) -> None:
+        width = -(-max_seq_len // page_size) * page_size + 1
+        self.tokens = torch.zeros((num_rows + 1, width), dtype=torch.int32, device=device)
+
+    def write_runs(self, runs: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Write a plan's token runs: int32[n, 3] of (row, first position, count) and their ids, run after run."""
+        row, first, count = runs.long().unbind(1)
+        total = len(tokens)
+        run = torch.repeat_interleave(torch.arange(len(runs), device=runs.device), count, output_size=total)
+        offset = torch.arange(total, device=runs.device) - (count.cumsum(0) - count)[run]
+        self.tokens[row[run], first[run] + offset] = tokens
+
+    def gather(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Token ids at int64 (rows, positions): int64."""
+        return self.tokens[rows, positions].long()
+
+    def scatter(self, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Store int32 `tokens` at int64 (rows, positions)."""
+        self.tokens[rows, positions] = tokens
