@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcache.base import CacheError, IntArray, Ints, IntegrityError, as_int32
+from kvcache.base import CacheError, IntArray, IntegrityError, Ints, as_int32
 
 
 class PageAllocator:

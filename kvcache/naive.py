@@ -12,18 +12,22 @@ from kvcache.base import (
     CacheHandle,
     InsertResult,
     IntArray,
-    Ints,
     IntegrityError,
+    Ints,
     MatchResult,
     SizeInfo,
 )
+from kvcache.digest import PrefixDigest
 
 
 class NaivePrefixCache(BasePrefixCache):
     """Never matches and keeps nothing, so a running row keeps all its pages. It refuses to evict."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, digest: PrefixDigest | None = None) -> None:
+        if page_size < 1:
+            raise CacheError(f"page_size must be at least 1, got {page_size}")
         self.page_size = page_size
+        self.digest = digest  # stays empty, as the cache does
         self._empty = CacheHandle(0, None)
 
     def match_prefix(self, ids: Ints, start: CacheHandle | None = None) -> MatchResult:

@@ -1,0 +1,292 @@
+"""The radix tree: a compressed prefix tree over pages of tokens, with exact least-recently-used eviction.
+
+::
+
+    root --"system prompt"--> A --" user one"--> B        an edge holds whole pages, at least one
+                              A --" user two"--> C        siblings differ in their first page: it is the child key
+
+A node keeps its edge as raw bytes: the tokens as int32, and each page's first slot as int32 (slots inside a page
+follow each other). At page size 16 that is 4.25 bytes a token plus some 400 bytes a node; nothing is a view, so no
+caller's array stays alive. A whole edge is compared by one memcmp; only the edge where the sequences part is
+compared with numpy, to find the page.
+
+Eviction order. All unlocked nodes, inner ones too, form one list from least to most recently used, with a rule that
+makes eviction O(freed): **a node is older in the list than its parent.** Using a prefix uses its ancestors, so the
+rule is only a matter of breaking ties, and it makes the oldest node a leaf, always. Locked nodes are not in the list:
+a lock counts on every node up to the root, so everything below an unlocked node is unlocked.
+
+Splits. A node that is split keeps its object as the *lower* part and gets a new upper one, so handles to it, whose
+prefix ends where the lower part ends, stay right; the upper part inherits the lock count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvcache.base import (
+    BasePrefixCache,
+    CacheError,
+    CacheHandle,
+    InsertResult,
+    IntArray,
+    Ints,
+    MatchResult,
+    SizeInfo,
+    as_int32,
+    page_slots,
+)
+from kvcache.digest import PrefixDigest
+from kvcache.radix_check import check_tree
+from kvcache.radix_node import TOKEN_BYTES, RadixNode, make_root
+
+
+class RadixPrefixCache(BasePrefixCache):
+    """Prefix cache as a radix tree of pages. With a `digest`, keeps it up to date for a router."""
+
+    def __init__(self, page_size: int, digest: PrefixDigest | None = None) -> None:
+        if page_size < 1:
+            raise CacheError(f"page_size must be at least 1, got {page_size}")
+        if digest is not None and digest.granularity % page_size:
+            raise CacheError(
+                f"the digest's granularity of {digest.granularity} tokens must be a multiple of page_size {page_size}"
+            )
+        self.page_size = page_size
+        self.digest = digest
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._root = make_root()
+        self._evictable = 0
+        self._protected = 0
+
+    def match_prefix(self, ids: Ints, start: CacheHandle | None = None) -> MatchResult:
+        node, data = self._begin(as_int32(ids), start)
+        parts: list[bytes] = []
+        node, _ = self._walk(node, data, parts)
+        return MatchResult(CacheHandle(node.end, node), self._token_slots(parts))
+
+    def insert_prefix(self, ids: Ints, indices: Ints, start: CacheHandle | None = None) -> InsertResult:
+        ids = as_int32(ids)
+        slots = as_int32(indices)
+        node, data = self._begin(ids, start)
+        if len(slots) * TOKEN_BYTES != len(data):
+            raise CacheError(
+                f"{len(data) // TOKEN_BYTES} token ids from position {node.end} on, but {len(slots)} slots for them"
+            )
+        full = len(data) - len(data) % self._page_bytes
+        node, pos = self._walk(node, data, [])
+        cached_len = node.end
+        if pos < full:
+            pages = self._page_starts(slots[pos // TOKEN_BYTES : full // TOKEN_BYTES])
+            node = self._add_leaf(node, data[pos:full], pages)
+        return InsertResult(cached_len, CacheHandle(node.end, node))
+
+    def peek(self, ids: Ints) -> int:
+        """Length of the longest cached prefix of `ids`; unlike `match_prefix` it leaves no trace in the tree."""
+        node, data = self._begin(as_int32(ids), None)
+        pos = 0
+        while node.children is not None:
+            child = node.children.get(data[pos : pos + self._page_bytes])
+            if child is None:
+                break
+            if not data.startswith(child.key, pos):
+                pos += self._common_bytes(child.key, data, pos)
+                break
+            pos += len(child.key)
+            node = child
+        return pos // TOKEN_BYTES
+
+    def lock_handle(self, handle: CacheHandle, unlock: bool = False) -> None:
+        node = self._live_node(handle)
+        root = self._root
+        changed = 0
+        if unlock:
+            if node.locks == 0:
+                raise CacheError(f"the prefix of {handle.cached_len} tokens is not locked")
+            node.locks -= 1
+            while node is not root:
+                node.refs = refs = node.refs - 1
+                if refs == 0:
+                    changed -= len(node.key)
+                    node.link_before(root)
+                node = node.parent
+        else:
+            node.locks += 1
+            while node is not root:
+                refs = node.refs
+                if refs == 0:
+                    changed += len(node.key)
+                    node.unlink()
+                node.refs = refs + 1
+                node = node.parent
+        self._evictable -= changed // TOKEN_BYTES
+        self._protected += changed // TOKEN_BYTES
+
+    def evict(self, num_tokens: int, partial: bool = True) -> IntArray:
+        wanted = -(-num_tokens // self.page_size)
+        if wanted * self.page_size > self._evictable:
+            raise CacheError(
+                f"cannot evict {num_tokens} tokens: {self._evictable} are evictable and {self._protected} protected"
+            )
+        root = self._root
+        digest = self.digest
+        page_bytes = self._page_bytes
+        parts: list[bytes] = []
+        freed = 0  # in bytes of page starts, as `wanted` is from here on
+        wanted *= TOKEN_BYTES
+        while freed < wanted:
+            leaf = root.newer
+            pages = leaf.pages
+            if partial and len(pages) > wanted - freed:
+                parts.append(self._cut_leaf(leaf, (wanted - freed) // TOKEN_BYTES))
+                freed = wanted
+                break
+            parts.append(pages)
+            freed += len(pages)
+            leaf.unlink()
+            parent = leaf.parent
+            if len(parent.children) == 1:
+                parent.children = None
+            else:
+                del parent.children[leaf.key[:page_bytes]]
+            leaf.parent = None
+            if digest is not None:
+                digest.node_removed(leaf)
+        self._evictable -= freed // TOKEN_BYTES * self.page_size
+        return self._token_slots(parts)
+
+    @property
+    def size_info(self) -> SizeInfo:
+        return SizeInfo(self._evictable, self._protected)
+
+    def reset(self) -> None:
+        # Parents and children refer to each other: take the tree apart, so that it is freed now rather than by a
+        # garbage collection, and so that every handle to it is seen to be stale.
+        nodes = [self._root]
+        while nodes:
+            node = nodes.pop()
+            if node.children is not None:
+                nodes.extend(node.children.values())
+            node.parent = node.children = node.older = node.newer = None
+        self._root = make_root()
+        self._evictable = self._protected = 0
+        if self.digest is not None:
+            self.digest.clear()
+
+    def check_integrity(self, held: Iterable[CacheHandle] | None = None) -> None:
+        check_tree(self._root, self.page_size, self.size_info, None if held is None else list(held))
+        if self.digest is not None:
+            self.digest.check_integrity(self._root)
+
+    def _live_node(self, handle: CacheHandle) -> RadixNode:
+        node = handle.node
+        if node is self._root or (node.parent is not None and node.end >= handle.cached_len):
+            return node
+        raise CacheError(f"the handle to a prefix of {handle.cached_len} tokens is stale: the prefix was evicted")
+
+    def _begin(self, ids: IntArray, start: CacheHandle | None) -> tuple[RadixNode, bytes]:
+        """The node to walk from and the tokens after it, as bytes."""
+        if start is None:
+            return self._root, ids.tobytes()
+        node = self._live_node(start)
+        if len(ids) < start.cached_len:
+            raise CacheError(f"{len(ids)} token ids cannot go on from a prefix of {start.cached_len}; pass all of them")
+        return node, ids[start.cached_len :].tobytes()
+
+    def _walk(self, node: RadixNode, data: bytes, parts: list[bytes]) -> tuple[RadixNode, int]:
+        """Follow `data` down from `node`, splitting the edge where they part, marking what is passed as just used.
+
+        Appends the page starts of each edge to `parts`; returns the last node and the bytes consumed.
+        """
+        page_bytes = self._page_bytes
+        # Each unlocked node goes right before its parent in the list, or, below the locked ones, to the recent end.
+        behind = self._root
+        if node.refs == 0:
+            self._touch_ancestors(node)
+            behind = node
+        pos = 0
+        while node.children is not None:
+            child = node.children.get(data[pos : pos + page_bytes])
+            if child is None:
+                break
+            if not data.startswith(child.key, pos):
+                child = self._split(child, self._common_bytes(child.key, data, pos))
+            pos += len(child.key)
+            if child.refs == 0:
+                if behind.older is not child:
+                    child.unlink()
+                    child.link_before(behind)
+                behind = child
+            parts.append(child.pages)
+            node = child
+        return node, pos
+
+    def _touch_ancestors(self, node: RadixNode) -> None:
+        while node.refs == 0:
+            node.unlink()
+            node.link_before(self._root)
+            node = node.parent
+
+    def _common_bytes(self, key: bytes, data: bytes, pos: int) -> int:
+        """Bytes of whole pages on which `key` and `data[pos:]` agree; they agree on the first page at least."""
+        count = min(len(key), len(data) - pos) // TOKEN_BYTES
+        differs = np.frombuffer(key, np.int32, count) != np.frombuffer(data, np.int32, count, pos)
+        first = int(differs.argmax())
+        same = first if differs[first] else count
+        return same // self.page_size * self._page_bytes
+
+    def _split(self, node: RadixNode, at: int) -> RadixNode:
+        """Cut `node`'s edge after `at` bytes; the new upper node is returned, `node` is the lower one."""
+        page_bytes = self._page_bytes
+        key, pages, parent = node.key, node.pages, node.parent
+        cut = at // self.page_size  # TOKEN_BYTES a page
+        upper = RadixNode(key[:at], pages[:cut], parent, parent.end + at // TOKEN_BYTES)
+        parent.children[key[:page_bytes]] = upper
+        upper.children = {key[at : at + page_bytes]: node}
+        upper.refs = node.refs
+        node.key = key[at:]
+        node.pages = pages[cut:]
+        node.parent = upper
+        if node.refs == 0:
+            upper.link_before(node.newer)
+        if self.digest is not None:
+            self.digest.node_split(upper, node)
+        return upper
+
+    def _add_leaf(self, parent: RadixNode, key: bytes, pages: bytes) -> RadixNode:
+        tokens = len(key) // TOKEN_BYTES
+        leaf = RadixNode(key, pages, parent, parent.end + tokens)
+        if parent.children is None:
+            parent.children = {}
+        parent.children[key[: self._page_bytes]] = leaf
+        leaf.link_before(self._root if parent.refs else parent)
+        self._evictable += tokens
+        if self.digest is not None:
+            self.digest.node_added(leaf)
+        return leaf
+
+    def _cut_leaf(self, leaf: RadixNode, pages: int) -> bytes:
+        """Take `pages` pages off the end of `leaf`; returns their page starts."""
+        taken = leaf.pages[-pages * TOKEN_BYTES :]
+        leaf.pages = leaf.pages[: -pages * TOKEN_BYTES]
+        leaf.key = leaf.key[: -pages * self._page_bytes]
+        leaf.end -= pages * self.page_size
+        if self.digest is not None:
+            self.digest.node_cut(leaf)
+        return taken
+
+    def _page_starts(self, slots: IntArray) -> bytes:
+        """First slots of the pages that `slots` (whole pages) name, as bytes."""
+        size = self.page_size
+        if size == 1:
+            return slots.tobytes()
+        starts = slots[::size]
+        if (starts % size).any() or (slots[size - 1 :: size] - starts != size - 1).any():
+            raise CacheError(f"slots must come in whole pages of {size} that start at multiples of {size}")
+        return starts.tobytes()
+
+    def _token_slots(self, parts: list[bytes]) -> IntArray:
+        if not parts:
+            return np.empty(0, np.int32)
+        starts = np.frombuffer(bytearray().join(parts), np.int32)
+        return page_slots(starts, self.page_size)

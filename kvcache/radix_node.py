@@ -1,0 +1,48 @@
+"""One node of the radix tree, which is also one link of the list in which unlocked nodes wait for eviction."""
+
+from __future__ import annotations
+
+TOKEN_BYTES = 4  # tokens and page starts are int32
+
+
+class RadixNode:
+    """An edge of the tree with the node at its end.
+
+    `older` and `newer` are its neighbours in the eviction list, a ring through the root: ``root.newer`` is evicted
+    first and ``root.older`` last. They are None while the node is locked.
+    """
+
+    __slots__ = ("children", "end", "key", "locks", "newer", "older", "pages", "parent", "refs")
+
+    def __init__(self, key: bytes, pages: bytes, parent: RadixNode | None, end: int) -> None:
+        self.key = key  # the edge's tokens, int32
+        self.pages = pages  # the first slot of each of its pages, int32
+        self.parent = parent  # None: the root, or no longer in the tree
+        self.children: dict[bytes, RadixNode] | None = None  # by first page; None rather than empty: most are leaves
+        self.end = end  # tokens from the root to the end of the edge
+        self.locks = 0  # locks on handles to this node
+        self.refs = 0  # locks on this node or below
+        self.older: RadixNode | None = None
+        self.newer: RadixNode | None = None
+
+    def unlink(self) -> None:
+        """Leave the eviction list."""
+        older, newer = self.older, self.newer
+        older.newer = newer
+        newer.older = older
+        self.older = self.newer = None
+
+    def link_before(self, newer: RadixNode) -> None:
+        """Enter the eviction list as the next older neighbour of `newer`; before the root is the recent end."""
+        older = newer.older
+        older.newer = newer.older = self
+        self.older = older
+        self.newer = newer
+
+
+def make_root() -> RadixNode:
+    """The root of an empty tree: it holds no tokens and is never evicted, so it counts as locked."""
+    root = RadixNode(b"", b"", None, 0)
+    root.refs = 1
+    root.older = root.newer = root
+    return root
