@@ -107,6 +107,10 @@ class BasePrefixCache(ABC):
         """How much is cached, in tokens."""
 
     @abstractmethod
+    def page_starts(self) -> IntArray:
+        """First slots of all cached pages, in no particular order. Cost grows with the cache: for checks."""
+
+    @abstractmethod
     def reset(self) -> None:
         """Forget everything, locked or not. Handles given out before are stale. No slots are returned."""
 

@@ -48,6 +48,9 @@ class NaivePrefixCache(BasePrefixCache):
     def size_info(self) -> SizeInfo:
         return SizeInfo(evictable_size=0, protected_size=0)
 
+    def page_starts(self) -> IntArray:
+        return np.empty(0, np.int32)
+
     def reset(self) -> None:
         """Does nothing: there is nothing to forget."""
 

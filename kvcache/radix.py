@@ -159,6 +159,13 @@ class RadixPrefixCache(BasePrefixCache):
     def size_info(self) -> SizeInfo:
         return SizeInfo(self._evictable, self._protected)
 
+    def page_starts(self) -> IntArray:
+        nodes = [self._root]
+        for node in nodes:  # grows while it is walked
+            if node.children is not None:
+                nodes.extend(node.children.values())
+        return np.frombuffer(b"".join([node.pages for node in nodes]), np.int32)
+
     def reset(self) -> None:
         # Parents and children refer to each other: take the tree apart, so that it is freed now rather than by a
         # garbage collection, and so that every handle to it is seen to be stale.
