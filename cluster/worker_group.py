@@ -1,0 +1,403 @@
+"""`WorkerGroup`: the ranks of one model copy as one thing that starts, takes plans, answers, fails and stops."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+
+import psutil
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster import messages
+from cluster.errors import (
+    ConfigError,
+    EngineDeadError,
+    ModelLoadError,
+    PlacementError,
+    RaydixError,
+    StartupError,
+    TransportError,
+)
+from cluster.placement import Placement, place_ranks
+from cluster.rank_actor import RankActor, RankSpec, RunnerFactory, Whereabouts, make_model_runner
+from cluster.timeline import Timeline
+from cluster.transport import DriverTransport, Frame
+from scheduler.step import StepPlan, StepResult
+from worker.config import WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+# A collective fails on the survivors before Ray reports the death that caused it: wait for the better explanation.
+_DIAGNOSIS_TIME = 0.3
+_STOP_GRACE = 2.0
+_KILL_TIMEOUT = 10.0
+_FAILURES = {"model": ModelLoadError, "config": ConfigError, "error": StartupError}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupConfig:
+    """What a group is made of. `worker` is rank 0's configuration; the ranks' differ in `tp_rank` and `local_ranks`.
+
+    `resources` is one rank's bundle, such as {"CPU": 1.0}. Times are seconds.
+    """
+
+    worker: WorkerConfig
+    resources: dict[str, float]
+    backend: str
+    placement_timeout: float
+    start_timeout: float
+    step_timeout: float
+    may_grow: bool = True
+    make_runner: RunnerFactory = make_model_runner
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """What a started group turned out to be. `ranks[i]` says where rank i runs."""
+
+    num_pages: int
+    vocab_size: int
+    max_seq_len: int
+    eos_token_ids: tuple[int, ...]
+    graph_sizes: tuple[int, ...]
+    ranks: tuple[Whereabouts, ...]
+
+
+class WorkerGroup:
+    """Placement group, actors and transport of one group.
+
+    `start` and `stop` may be called again and again from the same process: each start makes a new placement group,
+    new actors, new sockets and a new process group. Only `wake` is thread-safe; everything else belongs to one thread
+    at a time.
+    """
+
+    def __init__(self, config: GroupConfig) -> None:
+        self.config = config
+        self.size = config.worker.tp_size
+        self.info: GroupInfo | None = None
+        self._placement: Placement | None = None
+        self._actors: list[ray.actor.ActorHandle] = []
+        self._ranks: tuple[Whereabouts, ...] = ()
+        self._runs: list[Future] = []
+        self._ended: deque[int] = deque()  # ranks whose run() came back; filled by Ray's callback thread
+        self._transport: DriverTransport | None = None
+        self._strangers = 0
+
+    @property
+    def strangers(self) -> int:
+        """Messages from outside the group that were dropped, over all starts."""
+        return self._strangers + (self._transport.strangers if self._transport else 0)
+
+    def start(self, timeline: Timeline) -> GroupInfo:
+        """Bring the group up; returns when every rank is ready for steps.
+
+        Raises:
+            PlacementError: no room. ConfigError, ModelLoadError: a rank says so. StartupError: anything else, with
+            rank, phase and cause. Nothing is left behind then.
+        """
+        deadline = time.monotonic() + self.config.start_timeout
+        try:
+            timeline.enter("placement")
+            config = self.config
+            self._placement = place_ranks(
+                self.size, config.resources, min(config.placement_timeout, config.start_timeout), config.may_grow
+            )
+            timeline.enter("actors")
+            self._create_actors(deadline)
+            timeline.enter("ranks")
+            self._run_ranks(deadline)
+            self.info = self._bring_up(timeline, deadline)
+        except BaseException:
+            self.stop(grace=0.0)
+            raise
+        return self.info
+
+    def send_plan(self, plan: StepPlan) -> None:
+        """Send a sealed plan to every rank; its buffer may be reused afterwards. Raises EngineDeadError."""
+        self._broadcast(messages.PLAN, plan.buffer)
+
+    def ping(self, number: int) -> None:
+        """Ask every rank for a collective and an answer; `poll` reports the answers as `Pong`."""
+        self._broadcast(messages.CONTROL, messages.encode(messages.Ping(number)))
+
+    def poll(self, timeout: float | None) -> list[StepResult | tuple[int, messages.Pong]]:
+        """What arrived within `timeout` seconds (None: for ever): results in step order, and (rank, Pong).
+
+        Raises:
+            EngineDeadError: a rank died, gave up, or sent what it should not; says which and why.
+        """
+        arrived: list[StepResult | tuple[int, messages.Pong]] = []
+        for frame in self._transport.poll(timeout):
+            if frame.kind == messages.RESULT:
+                try:
+                    arrived.append(StepResult.decode(frame.body))
+                except ValueError as error:
+                    raise EngineDeadError(f"rank {frame.rank} sent a damaged result: {error}") from error
+                continue
+            message = self._decode(frame)
+            if isinstance(message, messages.Pong):
+                arrived.append((frame.rank, message))
+            else:
+                raise self._diagnose(frame.rank, message)
+        if self._ended:
+            raise self._diagnose()
+        return arrived
+
+    def wake(self) -> None:
+        """Make `poll` return. Thread-safe."""
+        transport = self._transport
+        if transport is not None:
+            transport.wake()
+
+    def stop(self, grace: float = _STOP_GRACE) -> None:
+        """End every rank and give everything back; returns when the processes are gone. Safe to call twice.
+
+        With `grace` seconds the ranks are asked to leave their loops first; after a failure (0) they are killed.
+        """
+        if self._transport is not None and grace > 0:
+            self._ask_to_stop(grace)
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+        self._kill_local_processes()
+        if self._placement is not None:
+            self._placement.remove()
+        deadline = time.monotonic() + _KILL_TIMEOUT
+        for rank, run in enumerate(self._runs):
+            try:
+                run.exception(max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                logger.error("rank %d on %s did not end", rank, self._ranks[rank].node_ip)
+        if self._transport is not None:
+            self._strangers += self._transport.strangers
+            self._transport.close()
+        self._placement, self._transport = None, None
+        self._actors, self._runs, self._ranks = [], [], ()
+        self._ended.clear()
+
+    # -- start-up ------------------------------------------------------------------------------------------------
+
+    def _create_actors(self, deadline: float) -> None:
+        actor_class = ray.remote(RankActor)
+        resources = dict(self.config.resources)
+        num_cpus, num_gpus = resources.pop("CPU", 0), resources.pop("GPU", 0)
+        self._actors = [
+            actor_class.options(
+                num_cpus=num_cpus,
+                num_gpus=num_gpus,
+                resources=resources or None,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement.group, bundle),
+            ).remote()
+            for bundle in self._placement.bundles
+        ]
+        places = []
+        for rank, actor in enumerate(self._actors):
+            try:
+                places.append(ray.get(actor.whereabouts.remote(), timeout=max(0.0, deadline - time.monotonic())))
+            except ray.exceptions.RayError as error:
+                raise StartupError(f"rank {rank} failed at the start of its process: {_first_line(error)}") from error
+        self._ranks = tuple(places)
+
+    def _run_ranks(self, deadline: float) -> None:
+        here = ray.get_runtime_context().get_node_id()
+        self._transport = DriverTransport(
+            [rank.node_id == here for rank in self._ranks], ray.util.get_node_ip_address()
+        )
+        self._group_id = secrets.token_hex(8)
+        for number, (actor, place) in enumerate(zip(self._actors, self._ranks, strict=True)):
+            spec = RankSpec(
+                group=self._group_id,
+                address=self._transport.addresses[number],
+                worker=replace(
+                    self.config.worker,
+                    tp_rank=number,
+                    local_ranks=sum(other.node_id == place.node_id for other in self._ranks),
+                ),
+                backend=self.config.backend,
+                node_ip=place.node_ip,
+                start_timeout=max(0.0, deadline - time.monotonic()),
+                step_timeout=self.config.step_timeout,
+            )
+            run = actor.run.remote(spec, self.config.make_runner).future()
+            run.add_done_callback(partial(self._on_run_ended, number))
+            self._runs.append(run)
+
+    def _on_run_ended(self, rank: int, run: Future) -> None:
+        self._ended.append(rank)
+        self.wake()
+
+    def _bring_up(self, timeline: Timeline, deadline: float) -> GroupInfo:
+        """Answer the ranks' start-up messages until all are ready (the order is in `messages`)."""
+        capacities: dict[int, messages.Capacity] = {}
+        ready: dict[int, messages.Ready] = {}
+        greeted: set[int] = set()
+        while len(ready) < self.size:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise StartupError(self._describe_late(set(range(self.size)) - ready.keys(), timeline))
+            for frame in self._transport.poll(min(left, 1.0)):  # short waits, so that Ctrl-C is heard
+                rank, message = frame.rank, self._decode(frame)
+                if isinstance(message, messages.Hello):
+                    self._greet(rank, message)
+                    greeted.add(rank)
+                elif isinstance(message, messages.Failed):
+                    raise self._startup_error(rank, message)
+                elif rank not in greeted:
+                    raise StartupError(f"rank {rank} sent {type(message).__name__} before it said hello")
+                elif isinstance(message, messages.Progress):
+                    timeline.enter(message.phase, rank, message.fraction)
+                elif isinstance(message, messages.Rendezvous):
+                    for other in range(1, self.size):
+                        self._send(other, message)
+                elif isinstance(message, messages.Capacity):
+                    capacities[rank] = message
+                    if len(capacities) == self.size:
+                        pages = self._agree_on_pages(capacities)
+                        for other in range(self.size):
+                            self._send(other, messages.Allocate(pages))
+                elif isinstance(message, messages.Ready):
+                    ready[rank] = message
+                else:
+                    raise StartupError(f"rank {rank} sent {type(message).__name__} during start-up")
+            if self._ended:
+                raise self._died_at_start(self._ended[0], timeline)
+        sizes = {tuple(message.graph_sizes) for message in ready.values()}
+        if len(sizes) != 1:
+            raise StartupError(f"ranks captured different graphs: {sorted(sizes)}")
+        model = capacities[0]
+        return GroupInfo(
+            pages, model.vocab_size, model.max_seq_len, tuple(model.eos_token_ids), sizes.pop(), self._ranks
+        )
+
+    def _greet(self, rank: int, hello: messages.Hello) -> None:
+        expected = messages.Hello(messages.PROTOCOL_VERSION, self._group_id, rank)
+        if hello != expected:
+            raise StartupError(
+                f"rank {rank} on {self._ranks[rank].node_ip} said {hello}, expected {expected}: "
+                "all nodes must have the same raydix version"
+            )
+        self._send(rank, messages.Welcome(messages.PROTOCOL_VERSION, self._group_id))
+
+    def _agree_on_pages(self, capacities: dict[int, messages.Capacity]) -> int:
+        rank = min(capacities, key=lambda number: capacities[number].pages)
+        most, asked = capacities[rank].pages, self.config.worker.num_pages
+        if most < 1 or (asked or 0) > most:
+            raise ConfigError(
+                f"rank {rank} has memory for {max(most, 0)} KV pages of {self.config.worker.page_size} tokens"
+                + (f", num_pages asks for {asked}" if asked else "")
+            )
+        return asked or most
+
+    def _startup_error(self, rank: int, failed: messages.Failed) -> RaydixError:
+        where = self._ranks[rank].node_ip
+        if failed.kind in ("model", "config"):
+            return _FAILURES[failed.kind](failed.message)
+        return StartupError(f"rank {rank} on {where} failed in phase {failed.phase!r}: {failed.message}")
+
+    def _died_at_start(self, rank: int, timeline: Timeline) -> StartupError:
+        cause = self._cause_of_end(rank)
+        return StartupError(
+            f"rank {rank} on {self._ranks[rank].node_ip} failed in phase {timeline.phase_of(rank)!r}: {cause}"
+        )
+
+    def _describe_late(self, late: set[int], timeline: Timeline) -> str:
+        states = ", ".join(f"rank {rank} in phase {timeline.phase_of(rank)!r}" for rank in sorted(late))
+        return f"the group was not ready within {self.config.start_timeout:.0f} s: {states} (start_timeout)"
+
+    # -- failures ------------------------------------------------------------------------------------------------
+
+    def _diagnose(self, rank: int | None = None, message: messages.Message | None = None) -> EngineDeadError:
+        """The best explanation of a failure: a death if there was one, else the first complaint."""
+        deadline = time.monotonic() + _DIAGNOSIS_TIME
+        while not self._deaths() and (left := deadline - time.monotonic()) > 0:
+            for frame in self._transport.poll(left):
+                if message is None and frame.kind == messages.CONTROL:
+                    rank, message = frame.rank, self._decode(frame)
+        if deaths := self._deaths():
+            number = deaths[0]
+            place = self._ranks[number]
+            return EngineDeadError(
+                f"rank {number} (pid {place.pid} on {place.node_ip}) died: {self._cause_of_end(number)}"
+            )
+        if isinstance(message, messages.Failed):
+            return EngineDeadError(f"rank {rank} failed in phase {message.phase!r}: {message.message}")
+        if message is not None:
+            return EngineDeadError(f"rank {rank} sent {type(message).__name__} while serving")
+        return EngineDeadError(f"rank {self._ended[0]} left its loop without being asked")
+
+    def _deaths(self) -> list[int]:
+        return [rank for rank in self._ended if self._runs[rank].exception() is not None]
+
+    def _cause_of_end(self, rank: int) -> str:
+        error = self._runs[rank].exception()
+        return _first_line(error) if error is not None else "it left its loop without being asked"
+
+    def _decode(self, frame: Frame) -> messages.Message:
+        if frame.kind != messages.CONTROL:
+            raise EngineDeadError(f"rank {frame.rank} sent a frame of unknown kind {frame.kind!r}")
+        try:
+            return messages.decode(frame.body)
+        except TransportError as error:
+            raise EngineDeadError(f"rank {frame.rank} broke the protocol: {error}") from error
+
+    def _send(self, rank: int, message: messages.Message) -> None:
+        self._transport.send(rank, messages.CONTROL, messages.encode(message))
+
+    def _broadcast(self, kind: bytes, body: bytes | memoryview) -> None:
+        try:
+            for rank in range(self.size):
+                self._transport.send(rank, kind, body)
+        except TransportError as error:
+            raise self._diagnose() if self._wait_for_end() else EngineDeadError(str(error)) from error
+
+    # -- stopping ------------------------------------------------------------------------------------------------
+
+    def _wait_for_end(self) -> bool:
+        """True if some rank's run() has ended, or ends within the time a diagnosis may take."""
+        deadline = time.monotonic() + _DIAGNOSIS_TIME
+        while not self._ended and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return bool(self._ended)
+
+    def _ask_to_stop(self, grace: float) -> None:
+        for rank in range(self.size):
+            try:
+                self._send(rank, messages.Stop())
+            except TransportError as error:
+                logger.debug("stop: %s", error)
+        deadline = time.monotonic() + grace
+        while len(self._ended) < len(self._runs) and (left := deadline - time.monotonic()) > 0:
+            self._transport.poll(left)
+
+    def _kill_local_processes(self) -> None:
+        """Ray asks a process to end, which a stopped or stuck one does not hear; on our own node we can insist."""
+        here = ray.get_runtime_context().get_node_id()
+        mine = [rank.pid for rank in self._ranks if rank.node_id == here]
+        processes = []
+        for pid in mine:
+            try:
+                process = psutil.Process(pid)
+                if process.name().startswith("ray::"):  # a reused pid is somebody else's
+                    os.kill(pid, signal.SIGKILL)
+                processes.append(process)
+            except (psutil.NoSuchProcess, ProcessLookupError):
+                continue
+        psutil.wait_procs(processes, timeout=_KILL_TIMEOUT)
+
+
+def _first_line(error: BaseException) -> str:
+    """Ray's errors are long: the cause of a task's exception, or the first sentence."""
+    if isinstance(error, ray.exceptions.RayTaskError) and error.cause is not None:
+        return f"{type(error.cause).__name__}: {error.cause}"
+    if isinstance(error, ray.exceptions.GetTimeoutError):
+        return "no answer before start_timeout"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
