@@ -1,0 +1,1 @@
+"""Model families; `registry.create_model` makes one from a `ModelConfig`."""
