@@ -1,0 +1,53 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from cluster.serve.protocol import (
+    COMPLETION_DEFAULT_MAX_TOKENS,
+    Completion,
+    CompletionChoice,
+    CompletionRequest,
+    new_id,
+)
+from cluster.serve.service import ChunkWriter, Service, UsageCounter
+from cluster.serve.sse import EventStream, to_json
+from cluster.serve.streams import Delta
+
+
+async def completion(service: Service, request: CompletionRequest) -> Completion | EventStream:
+    """Answer a text completion, whole or as a stream; several prompts give `n` choices each, in their order.
+
+    Raises:
+        RaydixError: before the first token; later errors are the stream's last event.
+    """
+    service.check_model(request.model)
+    prompts = await asyncio.gather(*(service.text.encode(prompt) for prompt in request.prompts))
+    pairs = service.plan(request, prompts, "prompt", COMPLETION_DEFAULT_MAX_TOKENS)
+    group = service.engine.open(pairs, request.skip_special_tokens is not False, continues_text=True)
+    count = UsageCounter(prompts, request.choices)
+    answer_id = new_id("cmpl")
+    if not request.stream:
+        return await service.answer(
+            group,
+            count,
+            lambda choices: Completion(
+                id=answer_id,
+                model=service.model,
+                choices=[
+                    CompletionChoice(index=i, text=choice.text, finish_reason=choice.finish_reason)
+                    for i, choice in enumerate(choices)
+                ],
+                usage=count.usage,
+            ),
+        )
+
+    with_usage = request.stream_options is not None and request.stream_options.include_usage
+    writer = ChunkWriter(answer_id, "text_completion", service.model, with_usage)
+
+    def chunks(index: int, delta: Delta) -> Sequence[str]:
+        return [writer.choice(index, f'"text":{to_json(delta.text)}', delta.finish_reason)]
+
+    return await service.stream(group, count, (), chunks, writer.usage if with_usage else None)

@@ -1,0 +1,137 @@
+"""The ingress's side of an engine: one Serve call per stream, open as long as the stream, and its cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
+
+from cluster.detokenizer import IncrementalDetokenizer
+from cluster.errors import EngineDeadError, EngineError, OverloadedError, RaydixError, TransportError
+from cluster.serve.errors import from_wire
+from cluster.serve.step_receiver import StepReceiver
+from cluster.serve.streams import Delta, StreamGroup, StreamTable, TokenStream
+from cluster.tokenizer import Tokenizer
+from scheduler.sampling_params import SamplingParams
+
+LAST_TOKENS_GRACE = 5.0  # seconds between the end of a call and its last tokens on the side channel
+STATUS_TIMEOUT = 2.0
+
+
+class EngineClient:
+    """Opens groups of streams on the engine deployment. All methods run in the event loop."""
+
+    def __init__(self, handle: DeploymentHandle, tokenizer: Tokenizer, node_id: str, node_ip: str) -> None:
+        self._handle = handle
+        self._tokenizer = tokenizer
+        self._table = StreamTable(asyncio.get_running_loop())
+        self._receiver = StepReceiver(self._table.on_message, node_id, node_ip)
+        self._calls: dict[TokenStream, DeploymentResponse] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def open(
+        self,
+        requests: Sequence[tuple[list[int], SamplingParams]],
+        skip_special_tokens: bool = True,
+        continues_text: bool = False,
+    ) -> StreamGroup:
+        """Start one engine request per (prompt ids, sampling) pair; the group's choice i is pair i.
+
+        The caller closes the group with `close_group`. `continues_text`: see `IncrementalDetokenizer`.
+        """
+        group = StreamGroup(self._on_end)
+        for index, (prompt, params) in enumerate(requests):
+            detokenizer = IncrementalDetokenizer(
+                self._tokenizer, params.stop, skip_special_tokens, continues_text=continues_text
+            )
+            stream = self._table.open(detokenizer, group, index)
+            response = self._handle.generate.remote(
+                self._receiver.address, stream.stream_id, np.array(prompt, dtype=np.int32), params
+            )
+            self._calls[stream] = response
+            task = asyncio.create_task(self._follow(stream, response))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return group
+
+    def close_group(self, group: StreamGroup) -> None:
+        """Abort whatever of this group still runs. Safe to call at any time, and again."""
+        for stream in group.streams:
+            self._table.forget(stream)
+            stream.ended = True
+            self._cancel(stream)
+
+    async def status(self) -> dict[str, Any]:
+        """The engine's status.
+
+        Raises:
+            EngineError: it does not answer within STATUS_TIMEOUT seconds, or is gone.
+        """
+        try:
+            return await asyncio.wait_for(_result(self._handle.status.remote()), STATUS_TIMEOUT)
+        except asyncio.TimeoutError:
+            raise EngineError(f"the engine does not answer within {STATUS_TIMEOUT:g} s") from None
+
+    @property
+    def open_streams(self) -> int:
+        return len(self._table)
+
+    @property
+    def dropped_messages(self) -> int:
+        return self._receiver.dropped
+
+    def close(self) -> None:
+        self._receiver.close()
+
+    def _on_end(self, stream: TokenStream) -> None:
+        """A stream's last delta was delivered: when a stop string ended it, the engine does not know yet."""
+        self._table.forget(stream)
+        if not stream.engine_ended:
+            self._cancel(stream)
+
+    def _cancel(self, stream: TokenStream) -> None:
+        response = self._calls.pop(stream, None)
+        if response is not None:
+            response.cancel()
+
+    async def _follow(self, stream: TokenStream, response: DeploymentResponse) -> None:
+        """Wait for the end of the call; tell the stream if it ended badly."""
+        try:
+            reply = await _result(response)
+        except RaydixError as error:
+            stream.group.deliver(stream, Delta(error=error))
+            return
+        except asyncio.CancelledError:
+            if stream.ended:  # we cancelled it
+                return
+            raise
+        finally:
+            self._calls.pop(stream, None)
+        stream.engine_ended = True
+        if "error" in reply:
+            stream.group.deliver(stream, Delta(error=from_wire(reply["error"])))
+        elif not stream.ended:
+            asyncio.get_running_loop().call_later(LAST_TOKENS_GRACE, self._expire, stream)
+
+    def _expire(self, stream: TokenStream) -> None:
+        stream.group.deliver(stream, Delta(error=TransportError("the last tokens did not arrive on the side channel")))
+
+
+async def _result(response: DeploymentResponse) -> Any:
+    """Await a Serve call; Ray's and Serve's errors become ours."""
+    try:
+        return await response
+    except ray.exceptions.TaskCancelledError as error:  # also Serve's RequestCancelledError
+        raise asyncio.CancelledError from error
+    except BackPressureError as error:
+        raise OverloadedError("too many requests are waiting; try again later") from error
+    except (ray.exceptions.RayError, RayServeException) as error:
+        if isinstance(error, RaydixError):
+            raise
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise EngineDeadError(f"the engine is gone: {first_line}") from error

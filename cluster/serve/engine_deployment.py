@@ -1,0 +1,133 @@
+"""The engine as a Serve deployment: one CPU actor that owns a driver and, through it, the ranks.
+
+It asks Serve for no placement group: the engine makes its own for the ranks alone, so that the group can be removed
+and made again while this actor lives, and goes when it goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import numpy as np
+import ray
+from ray import serve
+
+from cluster.config import EngineConfig
+from cluster.engine import Engine
+from cluster.errors import EngineError, RaydixError
+from cluster.serve.errors import to_wire
+from cluster.serve.side_channel import ReplyAddress
+from cluster.serve.step_sender import StepSender, join_request_id
+from scheduler.outputs import FinishReason, StepOutputs
+from scheduler.request import Request
+from scheduler.sampling_params import SamplingParams
+
+logger = logging.getLogger("ray.serve")
+
+
+@serve.deployment(
+    name="engine",
+    num_replicas=1,
+    ray_actor_options={"num_cpus": 0.1},
+    max_constructor_retry_count=1,
+    health_check_period_s=2,
+    graceful_shutdown_wait_loop_s=0.5,
+    graceful_shutdown_timeout_s=10,
+)
+class EngineDeployment:
+    """Runs one engine. Errors a caller can act on are answered as values, so that Ray does not wrap or log them."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._sender = StepSender(ray.get_runtime_context().get_node_id())
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._open: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._engine = Engine(config, self._on_outputs, self._on_failure)
+        self._engine.start(_log_progress)
+
+    async def generate(
+        self, address: ReplyAddress, stream_id: int, prompt_ids: np.ndarray, sampling: SamplingParams
+    ) -> dict[str, Any]:
+        """One request. Its tokens go to `address` step by step; this call returns when it has ended.
+
+        Cancelling the call aborts the request.
+
+        Returns:
+            {"finish": FinishReason} or {"error": see `errors.to_wire`}.
+        """
+        self._loop = asyncio.get_running_loop()
+        try:
+            channel = await self._sender.connect(address)
+            request_id = join_request_id(channel, stream_id)
+            ended = self._open[request_id] = self._loop.create_future()
+            try:
+                self._engine.submit(Request(request_id, prompt_ids, sampling))
+                return await ended
+            except asyncio.CancelledError:
+                self._engine.abort(request_id)
+                raise
+            finally:
+                del self._open[request_id]
+        except RaydixError as error:
+            return {"error": to_wire(error)}
+
+    async def status(self) -> dict[str, Any]:
+        """`failure` (None while it serves) and the engine's counters."""
+        failure = self._engine.failure
+        return {"failure": None if failure is None else str(failure), "stats": self._engine.stats()}
+
+    async def info(self) -> dict[str, Any]:
+        """What an ingress must know about the model, and where the ranks are."""
+        info = self._engine.info
+        return {
+            "model_path": str(info.model_path),
+            "served_name": info.served_name,
+            "vocab_size": info.vocab_size,
+            "max_seq_len": info.max_seq_len,
+            "ranks": info.ranks,
+        }
+
+    def check_health(self) -> None:
+        """Serve calls this; a failed engine does not heal, so Serve replaces the replica.
+
+        Raises:
+            EngineError: the engine has failed.
+        """
+        if self._engine.failure is not None:
+            raise self._engine.failure
+
+    def _on_outputs(self, outputs: StepOutputs) -> None:
+        """Runs in the driver's thread, once per step."""
+        for request_id in self._sender.send(outputs):
+            self._engine.abort(request_id)
+        finished = outputs.finish != FinishReason.NONE
+        if finished.any() and self._loop is not None:
+            pairs = zip(outputs.request_ids[finished].tolist(), outputs.finish[finished].tolist(), strict=True)
+            self._loop.call_soon_threadsafe(self._end, list(pairs))
+
+    def _end(self, finishes: list[tuple[int, int]]) -> None:
+        for request_id, finish in finishes:
+            ended = self._open.get(request_id)
+            if ended is not None and not ended.done():
+                ended.set_result({"finish": finish})
+
+    def _on_failure(self, error: EngineError) -> None:
+        """Runs in the driver's thread, once: every open request ends with this error."""
+        logger.error("the engine failed: %s", error)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._fail_all, error)
+
+    def _fail_all(self, error: EngineError) -> None:
+        for ended in self._open.values():
+            if not ended.done():
+                ended.set_result({"error": to_wire(error)})
+
+    def __del__(self) -> None:
+        """Serve calls this when the replica stops."""
+        self._engine.shutdown()
+        self._sender.close()
+
+
+def _log_progress(what: str, share: float) -> None:
+    logger.info("%s: %.0f%%", what, 100 * share)

@@ -1,0 +1,107 @@
+"""Errors as OpenAI clients read them: a status and `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from cluster import errors
+from cluster.errors import InvalidRequestError, OverloadedError, RaydixError
+
+logger = logging.getLogger(__name__)
+
+
+class ContextLengthError(InvalidRequestError):
+    """The prompt, or prompt and output together, are longer than the model's context."""
+
+
+_CODES = {
+    ContextLengthError: "context_length_exceeded",
+    errors.UnknownModelError: "model_not_found",
+    errors.OverloadedError: "rate_limit_exceeded",
+    errors.EngineDeadError: "engine_dead",
+    errors.EngineClosedError: "engine_closed",
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a client gets for an error."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def problem_of(error: BaseException) -> Problem:
+    """The answer to `error`. An error nobody foresaw is logged with its trace and answered without details."""
+    if isinstance(error, RaydixError):
+        headers = {"Retry-After": str(error.retry_after)} if isinstance(error, OverloadedError) else {}
+        code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
+        return Problem(error.status, str(error), error.type, getattr(error, "param", None), code, headers)
+    if isinstance(error, RequestValidationError):
+        return _validation_problem(error)
+    if isinstance(error, HTTPException):
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        return Problem(error.status_code, str(error.detail), kind, headers=dict(error.headers or {}))
+    logger.error("unexpected error", exc_info=error)
+    return Problem(500, "internal error; the server's log has the details", "internal_error")
+
+
+def _validation_problem(error: RequestValidationError) -> Problem:
+    """Pydantic's findings in one sentence each; `param` names the first field."""
+    lines: list[str] = []
+    params: list[str | None] = []
+    for finding in error.errors():
+        path = [str(part) for part in finding["loc"] if part != "body"]
+        if finding["type"] == "json_invalid":
+            detail = finding.get("ctx", {}).get("error", "")
+            lines.append(f"the body is not valid JSON: {detail} at character {path[0] if path else 0}")
+            params.append(None)
+            continue
+        cause = finding.get("ctx", {}).get("error")
+        name = getattr(cause, "param", None) or _field_name(path)
+        params.append(name)
+        if finding["type"] == "extra_forbidden":
+            lines.append(f"unknown field '{name}'")
+        elif getattr(cause, "param", None):
+            lines.append(str(cause))
+        else:
+            message = finding["msg"].removeprefix("Value error, ")
+            lines.append(f"{name}: {message}" if name else f"the body must be a JSON object: {message}")
+    unique = list(dict.fromkeys(lines))
+    return Problem(400, "; ".join(unique), "invalid_request_error", params[0] if params else None)
+
+
+def _field_name(path: list[str]) -> str | None:
+    """`messages.0.role` from pydantic's location, without the names of a union's members."""
+    kept = [part for part in path if part.isidentifier() or part.isdigit()]
+    types = {"str", "int", "float", "bool", "list", "dict"}
+    return ".".join(part for part in kept if part not in types) or None
+
+
+def to_wire(error: RaydixError) -> dict[str, Any]:
+    """A RaydixError as plain values, for the reply of an engine call."""
+    values = {name: getattr(error, name) for name in ("param", "retry_after") if getattr(error, name, None) is not None}
+    return {"kind": type(error).__name__, "message": str(error), **values}
+
+
+def from_wire(values: dict[str, Any]) -> RaydixError:
+    """The inverse of `to_wire`."""
+    kind = getattr(errors, values["kind"], errors.EngineError)
+    if issubclass(kind, InvalidRequestError):
+        return kind(values["message"], values.get("param"))
+    if issubclass(kind, OverloadedError):
+        return kind(values["message"], values.get("retry_after", 1))
+    return kind(values["message"])

@@ -1,0 +1,140 @@
+"""The HTTP surface: routes, and the start-up and end of an ingress replica."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from importlib.metadata import version
+from typing import Any
+
+import ray
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.exceptions import HTTPException
+
+from cluster.errors import EngineError, RaydixError
+from cluster.serve.chat import chat_completion
+from cluster.serve.completions import completion
+from cluster.serve.engine_client import EngineClient
+from cluster.serve.errors import problem_of
+from cluster.serve.protocol import (
+    ChatCompletion,
+    ChatCompletionRequest,
+    Completion,
+    CompletionRequest,
+    ModelCard,
+    ModelList,
+)
+from cluster.serve.service import Service
+from cluster.serve.text import TextWorker
+from cluster.tokenizer import Tokenizer
+
+logger = logging.getLogger("ray.serve")
+VERSION = version("raydix")
+
+app = FastAPI(title="Raydix", version=VERSION, docs_url=None, redoc_url=None)
+
+
+@app.exception_handler(RaydixError)
+@app.exception_handler(RequestValidationError)
+@app.exception_handler(HTTPException)
+@app.exception_handler(Exception)
+async def answer_error(request: Request, error: Exception) -> JSONResponse:
+    """Every error in OpenAI's form."""
+    problem = problem_of(error)
+    return JSONResponse(problem.body, problem.status, problem.headers)
+
+
+@serve.deployment(
+    name="ingress",
+    num_replicas=1,
+    ray_actor_options={"num_cpus": 0.1},
+    max_ongoing_requests=10_000,
+    health_check_period_s=2,
+    graceful_shutdown_wait_loop_s=0.5,
+    graceful_shutdown_timeout_s=10,
+)
+@serve.ingress(app)
+class Ingress:
+    """Speaks HTTP and text; the engine speaks tokens. /health answers at once, the rest when the engine is up."""
+
+    async def __init__(self, engine: DeploymentHandle) -> None:
+        self._engine = engine
+        self._service: Service | None = None
+        self._failure: Exception | None = None
+        self._start_up = asyncio.create_task(self._start())
+
+    async def _start(self) -> None:
+        try:
+            info = await self._engine.info.remote()
+            tokenizer = await asyncio.to_thread(Tokenizer, info["model_path"])
+            await asyncio.to_thread(lambda: tokenizer.token_bytes)  # built on first use; not on the first request
+            context = ray.get_runtime_context()
+            self._service = Service(
+                model=info["served_name"],
+                max_seq_len=info["max_seq_len"],
+                engine=EngineClient(self._engine, tokenizer, context.get_node_id(), ray.util.get_node_ip_address()),
+                text=TextWorker(tokenizer, info["vocab_size"]),
+            )
+        except Exception as error:
+            logger.exception("the ingress cannot start")
+            self._failure = error
+
+    def check_health(self) -> None:
+        """Serve calls this. Raises what kept the ingress from starting, so that Serve replaces it."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _ready_service(self) -> Service:
+        if self._service is None:
+            raise EngineError(
+                "the model is still loading; try again later" if self._failure is None else "start failed"
+            )
+        return self._service
+
+    @app.post("/v1/chat/completions", response_model=ChatCompletion)
+    async def chat_completions(self, body: ChatCompletionRequest) -> Any:
+        return await chat_completion(self._ready_service(), body)
+
+    @app.post("/v1/completions", response_model=Completion)
+    async def completions(self, body: CompletionRequest) -> Any:
+        return await completion(self._ready_service(), body)
+
+    @app.get("/v1/models")
+    async def models(self) -> ModelList:
+        return ModelList(data=[self._ready_service().card])
+
+    @app.get("/v1/models/{model:path}")
+    async def model(self, model: str) -> ModelCard:
+        service = self._ready_service()
+        service.check_model(model)
+        return service.card
+
+    @app.get("/health")
+    async def health(self) -> dict[str, Any]:
+        """This process answers. Whether the engine does is /ready's question."""
+        if self._service is None:
+            return {"status": "starting"}
+        engine = self._service.engine
+        return {"status": "ok", "open_streams": engine.open_streams, "dropped_messages": engine.dropped_messages}
+
+    @app.get("/ready")
+    async def ready(self) -> dict[str, Any]:
+        """200 while the engine serves, else 503 with the reason."""
+        status = await self._ready_service().engine.status()
+        if status["failure"] is not None:
+            raise EngineError(f"the engine has failed: {status['failure']}")
+        return {"status": "ready", "stats": status["stats"]}
+
+    @app.get("/version")
+    async def version(self) -> dict[str, str]:
+        return {"version": VERSION}
+
+    def __del__(self) -> None:
+        """Serve calls this when the replica stops."""
+        if self._service is not None:
+            self._service.engine.close()
+            self._service.text.close()

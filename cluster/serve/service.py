@@ -1,0 +1,168 @@
+"""What both completion endpoints share: the served model, opening streams, and gathering whole answers."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from cluster.errors import UnknownModelError
+from cluster.serve.engine_client import EngineClient
+from cluster.serve.errors import ContextLengthError
+from cluster.serve.protocol import GenerationRequest, ModelCard, Usage
+from cluster.serve.sse import DONE, EventStream, event, to_json
+from cluster.serve.streams import Delta, StreamGroup
+from cluster.serve.text import TextWorker
+from scheduler.sampling_params import SamplingParams
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Service:
+    """A served model and the way to its engine."""
+
+    model: str
+    max_seq_len: int
+    engine: EngineClient
+    text: TextWorker
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def card(self) -> ModelCard:
+        return ModelCard(id=self.model, created=self.created, max_model_len=self.max_seq_len)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises UnknownModelError unless `name` is the served model or left out."""
+        if name is not None and name != self.model:
+            raise UnknownModelError(f"the model '{name}' is not served here; this server has '{self.model}'", "model")
+
+    def plan(
+        self,
+        request: GenerationRequest,
+        prompts: Sequence[list[int]],
+        prompt_field: str,
+        default_max_tokens: int | None,
+    ) -> list[tuple[list[int], SamplingParams]]:
+        """(prompt ids, sampling) of every choice, `n` for each prompt in turn; choice i of a prompt has seed + i.
+
+        Raises:
+            InvalidRequestError: a prompt that does not fit, or a sampling value outside its limits.
+        """
+        seed = secrets.randbits(64)
+        pairs = []
+        for prompt in prompts:
+            room = self.max_seq_len - len(prompt)
+            if room < 1:
+                raise ContextLengthError(
+                    f"the prompt has {len(prompt)} tokens, but the model's context is {self.max_seq_len} tokens and "
+                    "needs room for at least one more; shorten the prompt",
+                    prompt_field,
+                )
+            first = request.sampling(seed, room, default_max_tokens)
+            pairs += [
+                (prompt, first.model_copy(update={"seed": (first.seed + choice) & ((1 << 64) - 1)}))
+                for choice in range(request.choices)
+            ]
+        return pairs
+
+    async def answer(self, group: StreamGroup, count: UsageCounter, whole: Callable[[list[Choice]], Answer]) -> Answer:
+        """The answer to a request without `stream`: `whole(choices)` once every choice has ended."""
+        choices = [Choice() for _ in group.streams]
+        try:
+            async for index, delta in group:
+                count.add(index, delta)
+                choices[index].add(delta)
+            return whole(choices)
+        finally:
+            self.engine.close_group(group)
+
+    async def stream(
+        self,
+        group: StreamGroup,
+        count: UsageCounter,
+        begin: Sequence[str],
+        chunks: Callable[[int, Delta], Sequence[str]],
+        usage_chunk: Callable[[Usage], str] | None,
+    ) -> EventStream:
+        """The answer to a request with `stream`, once the first delta is there.
+
+        Waiting for it keeps a status code for errors that come before any token.
+        """
+        try:
+            first = await anext(group)
+        except BaseException:
+            self.engine.close_group(group)
+            raise
+
+        async def events() -> AsyncIterator[str]:
+            for payload in begin:
+                yield event(payload)
+            for payload in _counted(count, chunks, *first):
+                yield event(payload)
+            async for index, delta in group:
+                for payload in _counted(count, chunks, index, delta):
+                    yield event(payload)
+            if usage_chunk is not None:
+                yield event(usage_chunk(count.usage))
+            yield DONE
+
+        return EventStream(events(), lambda: self.engine.close_group(group))
+
+
+def _counted(
+    count: UsageCounter, chunks: Callable[[int, Delta], Sequence[str]], index: int, delta: Delta
+) -> Sequence[str]:
+    count.add(index, delta)
+    return chunks(index, delta)
+
+
+@dataclass
+class Choice:
+    """A choice as its deltas add up."""
+
+    text: str = ""
+    finish_reason: str = ""
+
+    def add(self, delta: Delta) -> None:
+        self.text += delta.text
+        self.finish_reason = delta.finish_reason or self.finish_reason
+
+
+class UsageCounter:
+    """Token counts of one HTTP request: each prompt counts once, whatever `n` is."""
+
+    def __init__(self, prompts: Sequence[list[int]], choices: int) -> None:
+        self._prompt_tokens = sum(map(len, prompts))
+        self._choices = choices
+        self._completion_tokens = 0
+        self._cached = [0] * len(prompts)
+
+    def add(self, index: int, delta: Delta) -> None:
+        self._completion_tokens += delta.num_tokens
+        prompt, choice = divmod(index, self._choices)
+        if choice == 0:  # the other choices of a prompt share its pages by construction
+            self._cached[prompt] = max(self._cached[prompt], delta.cached_tokens)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage.count(self._prompt_tokens, self._completion_tokens, sum(self._cached))
+
+
+class ChunkWriter:
+    """JSON of stream chunks. All but a few fields are the same in each chunk, so those are encoded once."""
+
+    def __init__(self, answer_id: str, kind: str, model: str, with_usage: bool) -> None:
+        head = {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
+        self._head = to_json(head)[:-1]
+        self._tail = ',"usage":null}' if with_usage else "}"
+
+    def choice(self, index: int, content: str, finish_reason: str | None) -> str:
+        """A chunk of one choice; `content` is its own part, as JSON members: `"text":"..."`."""
+        end = f'"logprobs":null,"finish_reason":{to_json(finish_reason)}'
+        return f'{self._head},"choices":[{{"index":{index},{content},{end}}}]{self._tail}'
+
+    def usage(self, usage: Usage) -> str:
+        return f'{self._head},"choices":[],"usage":{usage.model_dump_json()}}}'

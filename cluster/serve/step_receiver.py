@@ -1,0 +1,95 @@
+"""The ingress's end of the side channel: one thread that receives every step message."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from cluster.curve import AllowList, KeyPair, serve_with
+from cluster.errors import TransportError
+from cluster.serve.side_channel import ReplyAddress, StepMessage
+
+logger = logging.getLogger(__name__)
+
+
+class StepReceiver:
+    """Binds an ipc and a tcp socket, receives in its own thread, and calls `on_message` there once per message.
+
+    `address` is what an engine needs to send here.
+    """
+
+    def __init__(self, on_message: Callable[[StepMessage], None], node_id: str, node_ip: str) -> None:
+        self._on_message = on_message
+        self._dropped = 0
+        self._context = zmq.Context()
+        server_keys, client_keys = KeyPair.make(), KeyPair.make()
+        self._allow_list = AllowList(self._context, {client_keys.public})
+        self._directory = Path(tempfile.mkdtemp(prefix="raydix-ingress-"))  # only this user may enter (0700)
+        self._ipc = self._context.socket(zmq.PULL)
+        self._ipc.bind(ipc := f"ipc://{self._directory / 'steps'}")
+        self._tcp = self._context.socket(zmq.PULL)
+        serve_with(self._tcp, server_keys)
+        port = self._tcp.bind_to_random_port(f"tcp://{node_ip}")
+        self._stop_receiving = self._context.socket(zmq.PAIR)
+        self._stop_receiving.bind("inproc://stop")
+        self._stop = self._context.socket(zmq.PAIR)
+        self._stop.connect("inproc://stop")
+        self.address = ReplyAddress(
+            name=secrets.token_hex(8),
+            node_id=node_id,
+            ipc=ipc,
+            tcp=f"tcp://{node_ip}:{port}",
+            secret=secrets.token_bytes(16),
+            server_key=server_keys.public,
+            client_keys=client_keys,
+        )
+        self._thread = threading.Thread(target=self._run, name="raydix-step-receiver", daemon=True)
+        self._thread.start()
+
+    @property
+    def dropped(self) -> int:
+        """Messages dropped and connections refused so far: strangers, or peers of another version."""
+        return self._dropped + self._allow_list.refused
+
+    def close(self) -> None:
+        """Stop the thread and remove the sockets and their directory."""
+        if self._thread.is_alive():
+            self._stop.send(b"")
+            self._thread.join(timeout=5)
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for socket in (self._allow_list.socket, self._ipc, self._tcp, self._stop_receiving):
+            poller.register(socket, zmq.POLLIN)
+        while True:
+            ready = [socket for socket, _ in poller.poll()]
+            if self._stop_receiving in ready:
+                return
+            for socket in ready:
+                if socket is self._allow_list.socket:
+                    self._allow_list.answer()
+                else:
+                    self._receive(socket.recv_multipart())
+
+    def _receive(self, frames: list[bytes]) -> None:
+        try:
+            if len(frames) != 1:
+                raise TransportError(f"step message of {len(frames)} frames")
+            message = StepMessage.decode(frames[0], self.address.secret)
+        except TransportError as error:
+            self._dropped += 1
+            logger.warning("dropped a message on the side channel (%d so far): %s", self._dropped, error)
+            return
+        try:
+            self._on_message(message)
+        except Exception:  # this thread serves every stream: it must outlive one bad message
+            logger.exception("cannot handle step message %d", message.step_id)

@@ -1,0 +1,181 @@
+"""From step messages to text: the streams an ingress has open, and the groups its HTTP handlers read.
+
+The receiving thread detokenises a whole step and then posts to the event loop once. In the loop each stream holds at
+most one pending `Delta`: when its reader is slow, later deltas merge into it, so a slow client costs no more than its
+text and delays nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from cluster.detokenizer import IncrementalDetokenizer
+from cluster.errors import EngineClosedError, EngineError, RaydixError
+from cluster.serve.side_channel import StepMessage
+from scheduler.outputs import FinishReason
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new on one stream. The last delta has `finish_reason` or `error`.
+
+    `num_tokens` counts the tokens behind it (also those without text yet); `cached_tokens` is the prompt's share that
+    came from the prefix cache.
+    """
+
+    text: str = ""
+    num_tokens: int = 0
+    cached_tokens: int = 0
+    finish_reason: str | None = None
+    error: RaydixError | None = None
+
+    @property
+    def is_last(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+    def merge(self, later: Delta) -> None:
+        self.text += later.text
+        self.num_tokens += later.num_tokens
+        self.cached_tokens = max(self.cached_tokens, later.cached_tokens)
+        self.finish_reason, self.error = later.finish_reason, later.error
+
+
+class TokenStream:
+    """One choice of one request. `advance` runs in the receiving thread, everything else in the event loop."""
+
+    def __init__(self, stream_id: int, detokenizer: IncrementalDetokenizer, group: StreamGroup, index: int) -> None:
+        self.stream_id = stream_id
+        self.group = group
+        self.index = index
+        self.pending: Delta | None = None
+        self.ended = False  # the last delta was posted
+        self.engine_ended = False  # the engine knows that the request is over
+        self._detokenizer = detokenizer
+        self._silent_tokens = 0  # tokens whose text is not complete yet
+
+    def advance(self, token: int, finish: int, cached_tokens: int, failure: str | None) -> Delta | None:
+        """Apply one entry of a step message; None when there is nothing to tell yet."""
+        if finish == FinishReason.ERROR:
+            return Delta(error=EngineError(failure or "the engine could not finish this request"))
+        if finish == FinishReason.ABORT:
+            return Delta(error=EngineClosedError("the request was aborted by the engine"))
+        # The stop token itself is counted but has no text.
+        ids = [token] if token >= 0 and finish != FinishReason.STOP else []
+        part = self._detokenizer.add(ids, finished=finish != FinishReason.NONE)
+        self._silent_tokens += token >= 0
+        reason = None
+        if part.stopped or finish == FinishReason.STOP:
+            reason = "stop"
+        elif finish == FinishReason.LENGTH:
+            reason = "length"
+        if not part.text and reason is None:
+            return None
+        delta = Delta(part.text, self._silent_tokens, cached_tokens, reason)
+        self._silent_tokens = 0
+        return delta
+
+
+class StreamGroup:
+    """The choices of one HTTP request, read as one sequence of (choice index, delta). Lives in the event loop.
+
+    Iteration ends when every choice has ended. An error of any choice is raised.
+    """
+
+    def __init__(self, on_end: Callable[[TokenStream], None]) -> None:
+        self.streams: list[TokenStream] = []
+        self._on_end = on_end
+        self._open = 0
+        self._ready: deque[TokenStream] = deque()
+        self._wake = asyncio.Event()
+
+    def add(self, stream: TokenStream) -> None:
+        self.streams.append(stream)
+        self._open += 1
+
+    def deliver(self, stream: TokenStream, delta: Delta) -> None:
+        """Hand over the next delta of a stream; anything after its last one is dropped."""
+        if stream.ended:
+            return
+        if delta.is_last:
+            stream.ended = True
+            self._on_end(stream)
+        if stream.pending is not None:
+            stream.pending.merge(delta)
+        else:
+            stream.pending = delta
+            self._ready.append(stream)
+            self._wake.set()
+
+    def __aiter__(self) -> StreamGroup:
+        return self
+
+    async def __anext__(self) -> tuple[int, Delta]:
+        if not self._ready and self._open == 0:
+            raise StopAsyncIteration
+        while not self._ready:
+            self._wake.clear()
+            await self._wake.wait()
+        stream = self._ready.popleft()
+        delta, stream.pending = stream.pending, None
+        self._open -= delta.is_last
+        if delta.error is not None:
+            raise delta.error
+        return stream.index, delta
+
+
+class StreamTable:
+    """Every open stream of an ingress by id. `on_message` is the step receiver's callback."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._ids = itertools.count(1)
+        self._streams: dict[int, TokenStream] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def open(self, detokenizer: IncrementalDetokenizer, group: StreamGroup, index: int) -> TokenStream:
+        """A new stream, known to the receiving thread from now on."""
+        stream = TokenStream(next(self._ids), detokenizer, group, index)
+        group.add(stream)
+        self._streams[stream.stream_id] = stream
+        return stream
+
+    def forget(self, stream: TokenStream) -> None:
+        """Drop whatever else arrives for this stream."""
+        self._streams.pop(stream.stream_id, None)
+
+    def on_message(self, message: StepMessage) -> None:
+        """Detokenise one step and post it to the event loop in one go. Runs in the receiving thread."""
+        posts = list(self._advance(message))
+        if posts:
+            self._loop.call_soon_threadsafe(_deliver, posts)
+
+    def _advance(self, message: StepMessage) -> Iterator[tuple[TokenStream, Delta, bool]]:
+        columns = (message.stream_ids, message.tokens, message.finish, message.cached_tokens)
+        for stream_id, token, finish, cached in zip(*(column.tolist() for column in columns), strict=True):
+            stream = self._streams.get(stream_id)
+            if stream is None:  # its reader left
+                continue
+            try:
+                delta = stream.advance(token, finish, cached, message.errors.get(stream_id))
+            except Exception:  # one stream's text must not stop the others'
+                logger.exception("cannot detokenise stream %d", stream_id)
+                delta = Delta(error=EngineError("internal error while turning tokens into text"))
+            if delta is not None:
+                if delta.is_last:
+                    self.forget(stream)
+                yield stream, delta, finish != FinishReason.NONE
+
+
+def _deliver(posts: list[tuple[TokenStream, Delta, bool]]) -> None:
+    for stream, delta, engine_ended in posts:
+        stream.engine_ended |= engine_ended
+        stream.group.deliver(stream, delta)

@@ -1,0 +1,236 @@
+"""The side channel: round trips, strangers, keys, and ingresses that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import stat
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+import zmq
+
+from cluster.curve import KeyPair, connect_with
+from cluster.errors import TransportError
+from cluster.serve.side_channel import StepMessage
+from cluster.serve.step_receiver import StepReceiver
+from cluster.serve.step_sender import StepSender, join_request_id
+from scheduler.outputs import StepOutputs
+
+SECRET = b"s" * 16
+
+
+def message(ids=(5, 9), tokens=(100, -1), finish=(0, 4), cached=(0, 16), errors=None):
+    return StepMessage(
+        3,
+        np.array(ids, dtype=np.int64),
+        np.array(tokens, dtype=np.int32),
+        np.array(finish, dtype=np.uint8),
+        np.array(cached, dtype=np.int32),
+        {9: "did not fit"} if errors is None else errors,
+    )
+
+
+def outputs(entries, step_id=1, errors=None):
+    ids, tokens = zip(*entries, strict=True)
+    n = len(entries)
+    return StepOutputs(
+        request_ids=np.array(ids, dtype=np.int64),
+        tokens=np.array(tokens, dtype=np.int32),
+        finish=np.zeros(n, dtype=np.uint8),
+        cached_tokens=np.zeros(n, dtype=np.int32),
+        step_id=step_id,
+        errors=errors or {},
+    )
+
+
+@pytest.fixture
+def receivers():
+    made = []
+
+    def make():
+        received: queue.Queue[StepMessage] = queue.Queue()
+        receiver = StepReceiver(received.put, "node-a", "127.0.0.1")
+        made.append(receiver)
+        return receiver, received
+
+    yield make
+    for receiver in made:
+        receiver.close()
+
+
+@pytest.fixture
+def sender():
+    sender = StepSender("node-a")
+    yield sender
+    sender.close()
+
+
+def connect(sender, address, timeout=5.0):
+    return asyncio.run(sender.connect(address, timeout))
+
+
+def until(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.01)
+
+
+def test_round_trip():
+    back = StepMessage.decode(message().encode(SECRET), SECRET)
+    assert back.step_id == 3
+    for name in ("stream_ids", "tokens", "finish", "cached_tokens"):
+        np.testing.assert_array_equal(getattr(back, name), getattr(message(), name))
+    assert back.errors == {9: "did not fit"}
+
+
+def good_parts():
+    return msgpack.unpackb(message().encode(SECRET), strict_map_key=False)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x80\x04\x95pickle",
+        msgpack.packb({"version": 1}),
+        msgpack.packb([1, 2, 3]),
+        message().encode(SECRET)[:-3],
+        message().encode(b"x" * 16),
+        message(tokens=(-2, 0)).encode(SECRET),
+        message(finish=(0, 77)).encode(SECRET),
+        message(cached=(-1, 0)).encode(SECRET),
+        message(tokens=(1,)).encode(SECRET),
+        message(errors={9: 5}).encode(SECRET),
+        *(msgpack.packb([*good_parts()[:at], None, *good_parts()[at + 1 :]]) for at in range(8)),
+        msgpack.packb([*good_parts()[:4], b"abc", *good_parts()[5:]]),
+    ],
+)
+def test_anything_else_is_refused(data):
+    with pytest.raises(TransportError):
+        StepMessage.decode(data, SECRET)
+
+
+def test_one_message_per_step_and_ingress(receivers, sender):
+    (first, first_messages), (second, second_messages) = receivers(), receivers()
+    a, b = connect(sender, first.address), connect(sender, second.address)
+    step = [(join_request_id(a, 1), 11), (join_request_id(b, 1), 21), (join_request_id(a, 2), 12)]
+    failed = {join_request_id(b, 1): "no room"}
+    assert sender.send(outputs(step, errors=failed)) == []
+    got = first_messages.get(timeout=5)
+    assert (got.stream_ids.tolist(), got.tokens.tolist(), got.errors) == ([1, 2], [11, 12], {})
+    got = second_messages.get(timeout=5)
+    assert (got.stream_ids.tolist(), got.tokens.tolist(), got.errors) == ([1], [21], {1: "no room"})
+    assert first_messages.empty()
+    assert second_messages.empty()
+
+
+def test_an_ingress_is_connected_once(receivers, sender):
+    receiver, _ = receivers()
+
+    async def three():
+        return await asyncio.gather(*(sender.connect(receiver.address) for _ in range(3)))
+
+    assert len(set(asyncio.run(three()))) == 1
+
+
+def test_between_nodes_it_is_tcp(receivers):
+    receiver, messages = receivers()
+    sender = StepSender("node-b")
+    try:
+        channel = connect(sender, replace(receiver.address, ipc="ipc:///nowhere/steps"))
+        sender.send(outputs([(join_request_id(channel, 4), 44)]))
+        assert messages.get(timeout=5).tokens.tolist() == [44]
+    finally:
+        sender.close()
+
+
+@pytest.mark.parametrize("knows_server_key", [True, False])
+def test_a_stranger_without_the_client_key_cannot_connect(receivers, knows_server_key):
+    receiver, messages = receivers()
+    server_key = receiver.address.server_key if knows_server_key else KeyPair.make().public
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.immediate, socket.linger = True, 0
+        connect_with(socket, KeyPair.make(), server_key)
+        socket.connect(receiver.address.tcp)
+        assert not socket.poll(500, zmq.POLLOUT)
+    assert messages.empty()
+    if knows_server_key:
+        assert receiver.dropped > 0
+
+
+def test_strangers_messages_are_counted_and_dropped(receivers, sender):
+    receiver, messages = receivers()
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.linger = 1000
+        socket.connect(receiver.address.ipc)
+        socket.send(b"\x80\x04K\x01.")
+        socket.send(message().encode(SECRET))  # well-formed, wrong secret
+        socket.send_multipart([message().encode(receiver.address.secret), b"more"])
+        until(lambda: receiver.dropped == 3)
+    channel = connect(sender, receiver.address)
+    sender.send(outputs([(join_request_id(channel, 1), 1)]))
+    assert messages.get(timeout=5).tokens.tolist() == [1]
+
+
+def test_the_socket_directory_is_private_and_goes_away(receivers):
+    receiver, _ = receivers()
+    directory = Path(receiver.address.ipc.removeprefix("ipc://")).parent
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert directory.stat().st_uid == os.getuid()
+    receiver.close()
+    assert not directory.exists()
+
+
+@pytest.mark.parametrize("node", ["node-a", "node-b"])
+def test_a_gone_ingress_loses_its_requests_and_blocks_nobody(receivers, node):
+    (gone, _), (alive, messages) = receivers(), receivers()
+    sender = StepSender(node)
+    try:
+        a, b = connect(sender, gone.address), connect(sender, alive.address)
+        gone.close()
+        mine, other = join_request_id(a, 1), join_request_id(b, 2)
+        lost: list[int] = []
+
+        def lost_mine():
+            lost.extend(sender.send(outputs([(mine, 1), (other, 2)])))
+            return lost
+
+        until(lost_mine)
+        assert set(lost) == {mine}
+        assert sender.send(outputs([(mine, 1)])) == [mine]
+        assert messages.get(timeout=5).stream_ids.tolist() == [2]
+    finally:
+        sender.close()
+
+
+def test_an_unreachable_ingress_is_an_error_within_the_deadline(receivers, sender):
+    receiver, _ = receivers()
+    address = receiver.address
+    receiver.close()
+    with pytest.raises(TransportError, match="cannot reach the ingress"):
+        connect(sender, address, timeout=0.3)
+
+
+def test_a_callback_that_fails_does_not_stop_the_receiver(sender):
+    received: queue.Queue[int] = queue.Queue()
+
+    def fail_once(message):
+        received.put(message.step_id)
+        if message.step_id == 1:
+            raise RuntimeError("boom")
+
+    receiver = StepReceiver(fail_once, "node-a", "127.0.0.1")
+    try:
+        channel = connect(sender, receiver.address)
+        for step in (1, 2):
+            sender.send(outputs([(join_request_id(channel, 1), 1)], step_id=step))
+        assert [received.get(timeout=5), received.get(timeout=5)] == [1, 2]
+    finally:
+        receiver.close()

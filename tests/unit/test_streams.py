@@ -1,0 +1,132 @@
+"""Streams and groups: order, merging for slow readers, ends, and errors."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from cluster.detokenizer import TextDelta
+from cluster.errors import EngineClosedError, EngineError
+from cluster.serve.side_channel import StepMessage
+from cluster.serve.streams import Delta, StreamGroup, StreamTable
+from scheduler.outputs import FinishReason
+
+NONE, STOP, LENGTH, ABORT, ERROR = FinishReason
+
+
+class Letters:
+    """A detokeniser for which token n is the n-th letter, 0 has no text yet, and `stop` ends the text."""
+
+    def __init__(self, stop=""):
+        self.stop = stop
+
+    def add(self, token_ids, finished=False):
+        text = "".join(chr(96 + token) for token in token_ids if token)
+        return TextDelta("" if text == self.stop else text, stopped=text == self.stop != "")
+
+
+def step(*entries, errors=None):
+    ids, tokens, finish = zip(*entries, strict=True)
+    return StepMessage(
+        1,
+        np.array(ids, dtype=np.int64),
+        np.array(tokens, dtype=np.int32),
+        np.array(finish, dtype=np.uint8),
+        np.full(len(ids), 16, dtype=np.int32),
+        errors or {},
+    )
+
+
+@pytest.fixture
+async def table():
+    return StreamTable(asyncio.get_running_loop())
+
+
+def open_group(table, *detokenizers, on_end=lambda stream: None):
+    group = StreamGroup(on_end)
+    ids = [table.open(detokenizer, group, index).stream_id for index, detokenizer in enumerate(detokenizers)]
+    return group, ids
+
+
+async def receive(table, *messages):
+    """As the receiving thread does."""
+    for message in messages:
+        await asyncio.to_thread(table.on_message, message)
+    await asyncio.sleep(0)
+
+
+async def read(group):
+    return [item async for item in group]
+
+
+async def test_choices_come_in_arrival_order_and_the_group_ends_with_the_last(table):
+    group, (a, b) = open_group(table, Letters(), Letters())
+    reader = asyncio.create_task(read(group))
+    await receive(table, step((b, 2, NONE), (a, 1, NONE)), step((a, 3, LENGTH), (b, 9, STOP)))
+    assert await asyncio.wait_for(reader, 5) == [
+        (1, Delta("b", 1, 16)),
+        (0, Delta("a", 1, 16)),
+        (0, Delta("c", 1, 16, "length")),
+        (1, Delta("", 1, 16, "stop")),  # the stop token counts and has no text
+    ]
+    assert len(table) == 0
+
+
+async def test_a_slow_reader_gets_merged_deltas(table):
+    group, (a,) = open_group(table, Letters())
+    await receive(table, step((a, 1, NONE)), step((a, 2, NONE)), step((a, 3, LENGTH)))
+    assert await read(group) == [(0, Delta("abc", 3, 16, "length"))]
+
+
+async def test_tokens_without_text_are_counted_with_the_next(table):
+    group, (a,) = open_group(table, Letters())
+    await receive(table, step((a, 0, NONE)), step((a, 0, NONE)))
+    assert not group._ready
+    await receive(table, step((a, 4, LENGTH)))
+    assert await read(group) == [(0, Delta("d", 3, 16, "length"))]
+
+
+async def test_a_finish_without_a_token_counts_none(table):
+    group, (a,) = open_group(table, Letters())
+    await receive(table, step((a, -1, LENGTH)))
+    assert await read(group) == [(0, Delta("", 0, 16, "length"))]
+
+
+async def test_a_stop_string_ends_the_stream_before_the_engine_does(table):
+    ended = []
+    group, (a,) = open_group(table, Letters(stop="z"), on_end=ended.append)
+    await receive(table, step((a, 1, NONE)), step((a, 26, NONE)), step((a, 2, NONE)))
+    assert await read(group) == [(0, Delta("a", 2, 16, "stop"))]
+    assert [stream.engine_ended for stream in ended] == [False]
+
+
+@pytest.mark.parametrize(("finish", "kind"), [(ERROR, EngineError), (ABORT, EngineClosedError)])
+async def test_an_engine_error_is_raised_to_the_reader(table, finish, kind):
+    group, (a, _) = open_group(table, Letters(), Letters())
+    await receive(table, step((a, 1, NONE)))
+    assert await anext(group) == (0, Delta("a", 1, 16))
+    await receive(table, step((a, -1, finish), errors={a: "no room"}))
+    with pytest.raises(kind, match="no room" if finish == ERROR else "aborted"):
+        await anext(group)
+
+
+async def test_a_detokeniser_that_fails_hurts_its_own_stream_only(table):
+    class Broken:
+        def add(self, token_ids, finished=False):
+            raise RuntimeError("boom")
+
+    bad, (a,) = open_group(table, Broken())
+    good, (b,) = open_group(table, Letters())
+    await receive(table, step((a, 1, NONE), (b, 2, LENGTH)))
+    assert await read(good) == [(0, Delta("b", 1, 16, "length"))]
+    with pytest.raises(EngineError):
+        await read(bad)
+
+
+async def test_forgotten_streams_are_ignored(table):
+    group, (a,) = open_group(table, Letters())
+    table.forget(group.streams[0])
+    await receive(table, step((a, 1, NONE)))
+    assert group.streams[0].pending is None
