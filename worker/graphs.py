@@ -1,0 +1,130 @@
+"""Decode steps as captured CUDA graphs: one forward graph per batch size, and two small samplers behind it.
+
+A decode-only plan is padded by the scheduler to one of the captured sizes; padding entries name the dummy row and the
+dummy page. The plan's hot part is copied, on the compute stream, into one static buffer where every graph reads rows,
+lengths and slots from, so plan k + 1 cannot overwrite what graph k reads. All graphs share one memory pool (only one
+runs at a time) and are captured largest first, so the pool is as large as the largest needs.
+
+Greedy and temperature-only sampling run as graphs too. Steps that need filters or min_tokens run those eagerly, on the
+logits that the forward graph left in the static buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from scheduler.step import StepPlan
+from worker.device import Device
+from worker.sampling import Sampler, SamplingMode
+from worker.step_input import StepInput, hot_views, hot_words, sample_targets
+from worker.token_pool import TokenPool
+
+WARM_UP_RUNS = 2
+GREEDY = SamplingMode(noisy=False, num_filtered=0, wide=False, suppress=False)
+NOISY = SamplingMode(noisy=True, num_filtered=0, wide=False, suppress=False)
+
+
+def decode_graph_sizes(max_running_requests: int, largest: int = 512) -> tuple[int, ...]:
+    """Batch sizes worth a graph, ascending: dense where a step is short, every 8 or 16 beyond, the maximum itself."""
+    most = min(max_running_requests, largest)
+    sizes = {1, 2, 4, *range(8, min(most, 256) + 1, 8), *range(256, most + 1, 16), most}
+    return tuple(sorted(size for size in sizes if size <= most))
+
+
+@dataclass(slots=True)
+class _Captured:
+    forward: torch.cuda.CUDAGraph
+    greedy: torch.cuda.CUDAGraph
+    noisy: torch.cuda.CUDAGraph
+
+
+class DecodeGraphs:
+    """Captures and replays decode steps of fixed batch sizes. CUDA only.
+
+    Args:
+        model: `model(batch) -> hidden [B, hidden]`, `model.compute_logits(hidden) -> [B, local_vocab]`.
+        max_seq_len: the largest `device_len` a graph must handle.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, step_input: StepInput, sampler: Sampler,
+        token_pool: TokenPool, device: Device, sizes: tuple[int, ...], max_seq_len: int,
+    ) -> None:  # fmt: skip
+        self.sizes = sizes
+        self._model, self._input = model, step_input
+        self._sampler, self._token_pool, self._device = sampler, token_pool, device
+        self._max_seq_len = max_seq_len
+        largest = max(sizes)
+        self._buffer = torch.zeros(hot_words(largest, largest), dtype=torch.int32, device=device.torch_device)
+        self._tokens = torch.zeros(largest, dtype=torch.int32, device=device.torch_device)
+        self._logits: torch.Tensor | None = None
+        self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[int, _Captured] = {}
+
+    def capture(self, dummy_row: int, dummy_slot: int, progress: Callable[[str, float], None]) -> None:
+        """Capture every size, largest first. The static buffer holds dummy rows meanwhile."""
+        for done, size in enumerate(sorted(self.sizes, reverse=True)):
+            progress("capturing CUDA graphs", done / len(self.sizes))
+            self._fill_with_dummies(size, dummy_row, dummy_slot)
+            self._captured[size] = self._capture(size)
+        progress("capturing CUDA graphs", 1.0)
+
+    def replay(self, plan: StepPlan, buffer: torch.Tensor, mode: SamplingMode) -> torch.Tensor:
+        """Run a loaded decode-only plan whose `padded_rows` is a captured size: int32[padded_rows] tokens.
+
+        The tokens are overwritten by the next replay on the compute stream.
+        """
+        size = plan.padded_rows
+        words = hot_words(size, size)
+        self._buffer[:words].copy_(buffer[:words])
+        captured = self._captured[size]
+        captured.forward.replay()
+        if mode.is_plain:
+            (captured.noisy if mode.noisy else captured.greedy).replay()
+        else:
+            self._sample(size, plan.num_samples, mode)
+        return self._tokens[:size]
+
+    def _capture(self, size: int) -> _Captured:
+        for _ in range(WARM_UP_RUNS):
+            self._forward(size)
+            self._sample(size, size, GREEDY)
+            self._sample(size, size, NOISY)
+        self._device.synchronize()
+        return _Captured(
+            forward=self._record(lambda: self._forward(size)),
+            greedy=self._record(lambda: self._sample(size, size, GREEDY)),
+            noisy=self._record(lambda: self._sample(size, size, NOISY)),
+        )
+
+    def _record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
+            work()
+        return graph
+
+    def _forward(self, size: int) -> None:
+        batch = self._input.decode_batch(hot_views(self._buffer, size, size), self._max_seq_len)
+        hidden = self._model(batch)
+        logits = self._model.compute_logits(hidden[batch.sample_index])
+        if self._logits is None:  # the first warm-up run, of the largest size: outside any capture
+            self._logits = torch.empty_like(logits)
+        self._logits[:size].copy_(logits)
+
+    def _sample(self, size: int, num_samples: int, mode: SamplingMode) -> None:
+        assert self._logits is not None
+        rows, positions = sample_targets(hot_views(self._buffer, size, size), num_samples)
+        tokens = self._sampler.sample(self._logits[:num_samples], rows, positions, mode)
+        self._token_pool.scatter(rows, positions, tokens)
+        self._tokens[:num_samples].copy_(tokens)
+
+    def _fill_with_dummies(self, size: int, dummy_row: int, dummy_slot: int) -> None:
+        hot = hot_views(self._buffer, size, size)
+        hot.rows.fill_(dummy_row)
+        hot.cached_len.fill_(0)
+        hot.device_len.fill_(1)
+        hot.sample.copy_(torch.arange(size, dtype=torch.int32, device=self._buffer.device))
+        hot.out_loc.fill_(dummy_slot)

@@ -1,0 +1,272 @@
+"""`ModelRunner`: one rank's model, KV pool and device state, driven by step plans.
+
+The order of life: `load` (weights), `max_pages` (what memory holds; the driver takes the minimum over ranks),
+`allocate` (pool and mirrors), `warm_up` (compile, capture), then `launch` once per plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvcache.pool import BaseKVCachePool, KVCacheLayout, create_kvcache_pool, local_kv_heads
+from scheduler.step import StepPlan, StepResult
+from worker.attention import create_attention_backend
+from worker.config import WorkerConfig
+from worker.device import Download, create_device
+from worker.errors import ModelError
+from worker.graphs import DecodeGraphs, decode_graph_sizes
+from worker.model_config import ModelConfig, check_tp_size
+from worker.models.registry import ModelContext, create_model
+from worker.page_table import PageTable
+from worker.parallel import TPGroup
+from worker.sampling import Sampler
+from worker.step_input import StepInput, hot_views, sample_targets
+from worker.token_pool import TokenPool
+from worker.warm_up import largest_step
+from worker.weights import load_weights
+
+Progress = Callable[[str, float], None]
+
+CONTEXT_BYTES = 1 << 30
+"""What a process holds on a card outside torch's allocator: CUDA context, NCCL and library workspaces."""
+GRAPH_BYTES = 16 << 20
+"""What one captured batch size holds beyond the memory that all graphs share."""
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What the driver needs to know about the model.
+
+    max_seq_len       tokens per request: the configured limit, or the model's
+    eos_token_ids     as the checkpoint's configuration files name them
+    page_bytes        memory of one KV page on this rank
+    """
+
+    architecture: str
+    vocab_size: int
+    max_seq_len: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    page_bytes: int
+
+
+class PendingStep:
+    """A launched step. Steps finish in launch order."""
+
+    __slots__ = ("_download", "_num_samples", "step_id")
+
+    def __init__(self, step_id: int, num_samples: int, download: Download | None) -> None:
+        self.step_id = step_id
+        self._num_samples = num_samples
+        self._download = download
+
+    def result(self) -> StepResult:
+        """The sampled tokens. Blocks until the step has run; every rank has the same ones."""
+        if self._download is None:
+            return StepResult(self.step_id, np.empty(0, dtype=np.int32))
+        return StepResult(self.step_id, self._download.wait()[: self._num_samples])
+
+
+class ModelRunner:
+    """Runs step plans on one rank. All calls come from one thread.
+
+    Args:
+        progress: called with a phase and the share of it that is done, 0.0 to 1.0.
+
+    Raises:
+        ModelError: the checkpoint or a setting does not fit, e.g. a tensor-parallel size that does not divide.
+    """
+
+    def __init__(self, config: WorkerConfig, tp: TPGroup, progress: Progress = lambda phase, done: None) -> None:
+        self.config = config
+        self._tp = tp
+        self._progress = progress
+        self._model_config = ModelConfig.from_pretrained(config.model_path)
+        check_tp_size(self._model_config, tp.size)
+        if config.max_seq_len is not None:
+            self._model_config.check_max_seq_len(config.max_seq_len)
+        self._max_seq_len = config.max_seq_len or self._model_config.context_limit
+        self._dtype = _resolve_dtype(config, self._model_config)
+        self._device = create_device(
+            config.device,
+            config.device_index,
+            upload_words=8 * (config.max_running_requests + config.max_step_tokens) + 4096,
+            download_words=config.max_running_requests + 1,
+        )
+        self._context = ModelContext(
+            tp=tp,
+            attention=create_attention_backend(config.attention_backend, self._device.torch_device),
+            dtype=self._dtype,
+            device=self._device.torch_device,
+            max_seq_len=self._max_seq_len,
+        )
+        self._graphs: DecodeGraphs | None = None
+
+    @property
+    def model_info(self) -> ModelInfo:
+        model = self._model_config
+        return ModelInfo(
+            architecture=model.architecture,
+            vocab_size=model.vocab_size,
+            max_seq_len=self._max_seq_len,
+            eos_token_ids=model.eos_token_ids,
+            dtype=str(self._dtype).removeprefix("torch."),
+            page_bytes=self.page_bytes,
+        )
+
+    @property
+    def page_bytes(self) -> int:
+        """Memory of one KV page on this rank: K and V of every layer."""
+        model = self._model_config
+        heads, _ = local_kv_heads(model.num_kv_heads, self._tp.size, self._tp.rank)
+        return 2 * model.num_layers * self.config.page_size * heads * model.head_dim * self._dtype.itemsize
+
+    def load(self) -> None:
+        """Create the model and stream this rank's shard of the weights.
+
+        Raises:
+            ModelError: the checkpoint lacks a tensor, or holds one of another shape.
+        """
+        with self._device.compute():
+            self._model = create_model(self._model_config, self._context)
+            load_weights(self._model, self.config.model_path, self._context, self._progress, self.config.load_format)
+            self._device.synchronize()
+
+    def max_pages(self) -> int:
+        """Usable KV pages that this rank's memory holds, at most what all rows can use.
+
+        CPU: a share of the memory available now, divided among this machine's ranks. CUDA: what
+        `memory_utilization` leaves after the weights and the largest step, which is run once to measure it.
+
+        Raises:
+            ModelError: not even one page fits; says how much memory there is and what takes it.
+        """
+        per_row = -(-self._max_seq_len // self.config.page_size)
+        useful = self.config.max_running_requests * per_row
+        room = self._cuda_room() if self.config.device == "cuda" else self._cpu_room()
+        pages = min(useful, room // self.page_bytes - 1)  # one for the dummy page
+        if pages < 1:
+            raise ModelError(
+                f"no memory for KV pages: {max(room, 0) / 2**20:.0f} MiB are left, a page of {self.config.page_size} "
+                f"tokens takes {self.page_bytes / 2**20:.2f} MiB and two are the least; use a smaller page_size or "
+                f"max_step_tokens, more ranks, or raise the memory share"
+            )
+        return pages
+
+    def allocate(self, num_pages: int) -> None:
+        """Create the pool of `num_pages` usable pages (and the dummy page), page table, token pool and sampler."""
+        config, device = self.config, self._device.torch_device
+        model = self._model_config
+        with self._device.compute():
+            self._num_pages = num_pages
+            self._pool: BaseKVCachePool = create_kvcache_pool(
+                model.num_layers, num_pages + 1, config.page_size, model.num_kv_heads, model.head_dim, self._dtype,
+                device, KVCacheLayout(config.kv_layout), self._tp.size, self._tp.rank,
+            )  # fmt: skip
+            rows = config.max_running_requests
+            self._page_table = PageTable(rows, self._max_seq_len, config.page_size, num_pages, device)
+            self._token_pool = TokenPool(rows, self._max_seq_len, config.page_size, device)
+            padded_vocab = self._model.lm_head.local_size * self._tp.size
+            self._sampler = Sampler(rows, padded_vocab, self._model.vocab_start, self._tp, device)
+            self._input = StepInput(
+                self._device, self._page_table, self._token_pool, self._sampler.state, rows, config.max_step_tokens
+            )
+            self._context.attach(self._pool, self._page_table)
+            self._device.synchronize()
+
+    def warm_up(self) -> tuple[int, ...]:
+        """Compile and capture what the steps will need; the batch sizes of decode graphs, () if there are none.
+
+        Leaves no trace in the pool: only the dummy page is written.
+        """
+        if self.config.device != "cuda":
+            return ()
+        self._progress("compiling kernels", 0.0)
+        self._run_largest_step()
+        self._progress("compiling kernels", 1.0)
+        if not self.config.use_graphs:
+            return ()
+        sizes = decode_graph_sizes(self.config.max_running_requests)
+        graphs = DecodeGraphs(
+            self._model, self._input, self._sampler, self._token_pool, self._device, sizes, self._max_seq_len
+        )
+        with torch.inference_mode(), self._device.compute():
+            graphs.capture(self._page_table.dummy_row, self._page_table.dummy_slot, self._progress)
+        self._device.synchronize()
+        self._graphs = graphs
+        return sizes
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Start one step. On CUDA this returns as soon as the work is queued; on the CPU the step has run.
+
+        The plan's buffer may be reused when this returns.
+        """
+        with torch.inference_mode(), self._device.compute():
+            buffer = self._input.load(plan)
+            tokens = self._step(plan, buffer) if plan.num_rows else None
+            self._device.release_upload()
+            download = None if tokens is None else self._device.download(tokens)
+        return PendingStep(plan.step_id, plan.num_samples, download)
+
+    def _step(self, plan: StepPlan, buffer: torch.Tensor) -> torch.Tensor | None:
+        """Forward and sample a loaded plan: int32 tokens of its samples (padding may follow), or None."""
+        sampled = plan.sample[: plan.num_samples]
+        mode = self._sampler.state.mode(plan.rows[sampled], plan.device_len[sampled])
+        if self._graphs is not None and plan.is_decode_only and plan.padded_rows in self._graphs.sizes:
+            return self._graphs.replay(plan, buffer, mode)
+        batch = self._input.batch(plan, buffer)
+        hidden = self._model(batch)
+        if not plan.num_samples:
+            return None
+        logits = self._model.compute_logits(hidden[batch.sample_index])
+        hot = hot_views(buffer, plan.padded_rows, plan.padded_tokens)
+        rows, positions = sample_targets(hot, plan.num_samples)
+        tokens = self._sampler.sample(logits, rows, positions, mode)
+        self._token_pool.scatter(rows, positions, tokens)
+        return tokens
+
+    def _run_largest_step(self) -> None:
+        config = self.config
+        plan = largest_step(
+            config.max_running_requests, self._max_seq_len, config.max_step_tokens, self._page_table.dummy_slot
+        )
+        self.launch(plan).result()
+        self._device.synchronize()
+
+    def _cpu_room(self) -> int:
+        available, _ = self._device.memory()
+        return int(available * self.config.cpu_memory_share) // self.config.local_ranks
+
+    def _cuda_room(self) -> int:
+        """Bytes for KV pages: the share of the card, less weights, the largest step, and what graphs will take."""
+        device = self._device.torch_device
+        self._progress("measuring memory", 0.0)
+        self.allocate(1)
+        self._run_largest_step()  # compiles and autotunes; the second run is the one to measure
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        self._run_largest_step()
+        peak = torch.cuda.max_memory_reserved(device)
+        torch.cuda.empty_cache()
+        transient = peak - torch.cuda.memory_reserved(device)
+        free, total = self._device.memory()
+        self._progress("measuring memory", 1.0)
+        share = int(total * self.config.memory_utilization) - CONTEXT_BYTES - peak
+        return min(share, free - transient) - self._graph_bytes()
+
+    def _graph_bytes(self) -> int:
+        """Estimate: the static logits and the sampler's copies of them, and each graph's kernels and activations."""
+        if not self.config.use_graphs:
+            return 0
+        sizes = decode_graph_sizes(self.config.max_running_requests)
+        return 4 * max(sizes) * self._model.lm_head.local_size * 4 + len(sizes) * GRAPH_BYTES
+
+
+def _resolve_dtype(config: WorkerConfig, model: ModelConfig) -> torch.dtype:
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    return torch.float32 if config.device == "cpu" else model.dtype

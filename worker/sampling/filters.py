@@ -1,0 +1,148 @@
+"""top-k, top-p and min-p over a sharded vocabulary, without gathering or sorting it.
+
+The order of Hugging Face's and vLLM's samplers: temperature, then top-k, then top-p over the renormalised top-k
+distribution, then min-p relative to the largest probability. At least one token always stays. Equal values are cut in
+id order (lower ids stay), so exactly `top_k` tokens pass top-k.
+
+Tokens are compared by *order keys*: one int64 that sorts by (value descending, id ascending) when taken from the
+largest down. A filter's outcome is one key per row, the *threshold*: tokens with key >= threshold stay.
+
+1. Each rank sends its best M keys and its shard's sum of exp (relative to its own maximum). Every rank merges them into
+   the same list of the best M overall and cuts that (`cut_list`). With 0 < top_k <= M this is always the whole answer.
+2. Where the cut lies beyond the list (`CutList.complete` is false), `search_threshold` bisects over the key range with
+   summed counts and masses: a fixed number of rounds, so it runs in a graph and in step on all ranks.
+
+Masses are summed in float64: the cut must not depend on how the vocabulary was split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from worker.parallel import TPGroup
+
+
+class OrderKeys:
+    """Converts (float32 value, id < vocab_size) to int64 order keys and back."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.id_bits = max(1, (vocab_size - 1).bit_length())
+        self._id_mask = (1 << self.id_bits) - 1
+        self.rounds = 32 + self.id_bits
+
+    def encode(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return (_sortable(values).long() << self.id_bits) | (self._id_mask - ids.long())
+
+    def floor(self, values: torch.Tensor) -> torch.Tensor:
+        """The smallest key any token of this value can have."""
+        return _sortable(values).long() << self.id_bits
+
+    def values(self, keys: torch.Tensor) -> torch.Tensor:
+        word = (keys >> self.id_bits).to(torch.int32)
+        return (word ^ ((word >> 31) & 0x7FFFFFFF)).view(torch.float32)
+
+    def ids(self, keys: torch.Tensor) -> torch.Tensor:
+        return (self._id_mask - (keys & self._id_mask)).to(torch.int32)
+
+
+def _sortable(values: torch.Tensor) -> torch.Tensor:
+    """float32 to int32 of the same order; +0.0 merges the two zeros."""
+    bits = (values + 0.0).contiguous().view(torch.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@dataclass(slots=True)
+class CutList:
+    """The merged candidate list of F rows after the cut, the same on every rank.
+
+    keys       [F, L] int64, largest first
+    keep       [F, L] bool: passes every filter, as far as the list tells
+    complete   [F] bool: no token beyond the list passes
+    best       [F] float32: the row's largest value
+    total      [F] float64: sum of exp(value - best) over the whole vocabulary
+    """
+
+    keys: torch.Tensor
+    keep: torch.Tensor
+    complete: torch.Tensor
+    best: torch.Tensor
+    total: torch.Tensor
+
+
+def cut_list(
+    keys: torch.Tensor, values: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor,
+    list_size: int, vocab_size: int, order: OrderKeys, tp: TPGroup,
+) -> CutList:  # fmt: skip
+    """Exchange the best `list_size` tokens of each shard and cut the merged list.
+
+    Args:
+        keys, values: this rank's shard, [F, local_vocab]: order keys and temperature-scaled logits.
+        top_k: [F] int64, `vocab_size` where off. top_p: [F] float32, 1 where off. min_p: [F] float32, 0 where off.
+    """
+    local_best = values.amax(1, keepdim=True)
+    local_sum = (values - local_best).exp_().sum(1, dtype=torch.float64).where(local_best[:, 0] > -torch.inf, 0.0)
+    top = torch.topk(keys, min(list_size, keys.shape[1]), dim=1).values
+    if tp.size > 1:
+        top = tp.all_gather(top, 1)
+        shards = tp.all_gather(torch.stack((local_best[:, 0].double(), local_sum), 1)[None], 0)  # [tp, F, 2]
+        top = torch.topk(top, min(list_size, top.shape[1]), dim=1).values
+        best = shards[..., 0].amax(0)
+        total = (shards[..., 1] * (shards[..., 0] - best).exp()).sum(0)
+        best = best.float()
+    else:
+        best, total = local_best[:, 0], local_sum
+
+    size = top.shape[1]
+    listed = order.values(top)
+    mass = (listed - best[:, None]).exp_().double()
+    in_k = torch.arange(size, device=top.device) < top_k[:, None]
+    k_known = (top_k <= size) | (top_k >= vocab_size)
+    k_mass = torch.where(top_k <= size, torch.where(in_k, mass, 0.0).sum(1), total)
+    target = torch.where(top_p < 1, top_p * k_mass, torch.inf)
+    below = mass.cumsum(1) - mass
+    keep = in_k & (below < target[:, None]) & (listed >= (best + min_p.log())[:, None])
+    keep[:, 0] = True
+    complete = (~keep[:, -1] | (top_k <= size)) & (k_known | (top_p >= 1))
+    if size >= vocab_size:
+        complete = torch.ones_like(complete)
+    return CutList(top, keep, complete, best, total)
+
+
+def search_threshold(
+    keys: torch.Tensor, values: torch.Tensor, best: torch.Tensor, best_key: torch.Tensor,
+    top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor, order: OrderKeys, tp: TPGroup,
+) -> torch.Tensor:  # fmt: skip
+    """The threshold key of each row, int64[F], by bisection over the whole sharded vocabulary.
+
+    `keys` and `values` are this rank's shard as in `cut_list`; `best` and `best_key` are the row's largest value and
+    key over all shards.
+    """
+    lowest = order.floor(torch.full_like(best, -torch.inf))
+
+    def total(weights: torch.Tensor | None, threshold: torch.Tensor) -> torch.Tensor:
+        kept = keys >= threshold[:, None]
+        summed = kept.sum(1) if weights is None else torch.where(kept, weights, 0.0).sum(1, dtype=torch.float64)
+        return tp.all_reduce(summed)
+
+    count_cut = _bisect(lambda key: total(None, key) >= top_k, lowest, best_key, order.rounds)
+    mass = (values - best[:, None]).exp_()
+    target = torch.where(top_p < 1, top_p * total(mass, count_cut), torch.inf)
+    mass_cut = _bisect(lambda key: total(mass, torch.maximum(key, count_cut)) >= target, lowest, best_key, order.rounds)
+    share_cut = order.floor(best + min_p.log())
+    return torch.minimum(torch.stack((count_cut, mass_cut, share_cut)).amax(0), best_key)
+
+
+def _bisect(
+    reached: Callable[[torch.Tensor], torch.Tensor], low: torch.Tensor, high: torch.Tensor, rounds: int
+) -> torch.Tensor:
+    """The largest key in low .. high (int64[F]) at which the falling condition holds, or `low` where it never does."""
+    for _ in range(rounds):
+        middle = (low + high + 1) >> 1
+        good = reached(middle)
+        low = torch.where(good, middle, low)
+        high = torch.where(good, high, middle - 1)
+        high = torch.maximum(high, low)
+    return low

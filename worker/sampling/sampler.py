@@ -1,0 +1,113 @@
+"""`Sampler`: logits of one step to tokens, with the vocabulary kept sharded.
+
+A token is the arg-max of `logits / T + gumbel(seed, position, id)` (the Gumbel-max trick: distributed as
+softmax(logits / T)), so ranks only compare their local winners. Greedy rows add no noise. Every rank computes the same
+token.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from worker.parallel import TPGroup
+from worker.sampling.filters import OrderKeys, cut_list, search_threshold
+from worker.sampling.noise import gumbel, row_keys
+from worker.sampling.state import SamplingMode, SamplingState
+
+LIST_SIZE = 256
+"""Candidates each rank sends for rows with filters. A top_k up to this never needs the threshold search."""
+
+
+class Sampler:
+    """Samples from this rank's shard `vocab_start .. vocab_start + local_vocab` of the vocabulary.
+
+    Args:
+        vocab_size: ids of the whole vocabulary, padding included (`local_vocab * tp.size`).
+    """
+
+    def __init__(
+        self, num_rows: int, vocab_size: int, vocab_start: int, tp: TPGroup, device: torch.device,
+        list_size: int = LIST_SIZE,
+    ) -> None:  # fmt: skip
+        self.state = SamplingState(num_rows, vocab_size, list_size, device)
+        self._tp = tp
+        self._list_size = list_size
+        self._vocab_size = vocab_size
+        self._vocab_start = vocab_start
+        self._ids = torch.arange(vocab_start, vocab_start + vocab_size // tp.size, dtype=torch.int32, device=device)
+        self._order = OrderKeys(vocab_size)
+
+    def sample(
+        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, mode: SamplingMode
+    ) -> torch.Tensor:
+        """Tokens of S sampled entries: int32[S], the same on every rank.
+
+        Args:
+            logits: [S, local_vocab], any float dtype; -inf where an id does not exist. May be overwritten.
+            rows: int64[S], the entries' table rows.
+            positions: int64[S], the absolute positions the tokens will have.
+            mode: what the rows' parameters need (`SamplingState.mode`).
+        """
+        logits = logits.float()
+        if mode.suppress:
+            self._suppress(logits, rows, positions)
+        if not mode.noisy:
+            return self._best(logits)
+        k0, k1 = row_keys(self.state.seed_key[rows], positions)
+        scaled = logits.mul_(self.state.scale[rows, None])
+        if mode.num_filtered == len(rows):
+            return self._filtered(scaled, rows, k0, k1, mode)
+        noise = gumbel(k0[:, None], k1[:, None], self._ids)
+        tokens = self._best(noise.mul_(self.state.noise[rows, None]).add_(scaled))
+        if mode.num_filtered:
+            chosen = torch.argsort(self.state.filtered[rows].int(), descending=True, stable=True)[: mode.num_filtered]
+            tokens[chosen] = self._filtered(scaled[chosen], rows[chosen], k0[chosen], k1[chosen], mode)
+        return tokens
+
+    def _suppress(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
+        """Set the suppressed ids of rows below their min_tokens to -inf. amin, since unused places share a column."""
+        column = self.state.suppress_ids[rows].long() - self._vocab_start
+        active = (self.state.suppress_until[rows] > positions)[:, None]
+        active = active & (column >= 0) & (column < logits.shape[1]) & (self.state.suppress_ids[rows] >= 0)
+        value = torch.where(active, -torch.inf, torch.inf)
+        logits.scatter_reduce_(1, column.clamp(0, logits.shape[1] - 1), value, "amin")
+
+    def _best(self, scores: torch.Tensor) -> torch.Tensor:
+        """Arg-max over all shards, the lowest id among equals: int32[S]."""
+        if self._tp.size == 1:
+            return scores.argmax(1).to(torch.int32)
+        value, index = scores.max(1)
+        keys = self._order.encode(value, index + self._vocab_start)
+        return self._order.ids(self._tp.all_gather(keys[None], 0).amax(0))
+
+    def _filtered(
+        self, scaled: torch.Tensor, rows: torch.Tensor, k0: torch.Tensor, k1: torch.Tensor, mode: SamplingMode
+    ) -> torch.Tensor:
+        """Tokens of rows with filters. On CPU the few rows whose cut lies beyond the list are searched alone; on CUDA,
+        where asking would stall the stream, a step that may contain one searches for all of them."""
+        state, order, tp = self.state, self._order, self._tp
+        top_k, top_p, min_p = state.top_k[rows], state.top_p[rows], state.min_p[rows]
+        keys = order.encode(scaled, self._ids)
+        cut = cut_list(keys, scaled, top_k, top_p, min_p, self._list_size, self._vocab_size, order, tp)
+        ids = order.ids(cut.keys)
+        scores = order.values(cut.keys) + gumbel(k0[:, None], k1[:, None], ids)
+        winner = scores.masked_fill_(~cut.keep, -torch.inf).argmax(1, keepdim=True)
+        tokens = ids.gather(1, winner)[:, 0]
+        if not mode.wide:
+            return tokens
+        wide = ~cut.complete
+        if scaled.device.type == "cpu":
+            chosen = wide.nonzero()[:, 0]
+            if not len(chosen):
+                return tokens
+        else:
+            chosen = torch.arange(len(rows), device=scaled.device)
+        keys, scaled = keys[chosen], scaled[chosen]
+        threshold = search_threshold(
+            keys, scaled, cut.best[chosen], cut.keys[chosen, 0],
+            top_k[chosen], top_p[chosen], min_p[chosen], order, tp,
+        )  # fmt: skip
+        noise = gumbel(k0[chosen, None], k1[chosen, None], self._ids)
+        searched = self._best(noise.add_(scaled).masked_fill_(keys < threshold[:, None], -torch.inf))
+        tokens[chosen] = torch.where(wide[chosen], searched, tokens[chosen])
+        return tokens

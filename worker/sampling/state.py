@@ -1,0 +1,128 @@
+"""Sampling parameters per table row: device tensors the sampler gathers from, and the host's copy that picks its path.
+
+The host half never asks the device anything: both halves are filled from the same plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from scheduler.step import S, StepPlan
+from worker.sampling.noise import seed_keys
+
+INITIAL_SUPPRESS_WIDTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMode:
+    """Which code a step needs, known on the host before anything runs.
+
+    noisy           some row has temperature > 0; otherwise one arg-max is all
+    num_filtered    rows with temperature > 0 and top-k, top-p or min-p
+    wide            some filtered row may keep more tokens than the exchanged candidate list holds
+    suppress        some row is still below its min_tokens
+    """
+
+    noisy: bool
+    num_filtered: int
+    wide: bool
+    suppress: bool
+
+    @property
+    def is_plain(self) -> bool:
+        """Greedy and temperature only: the paths that a captured graph runs."""
+        return not (self.num_filtered or self.suppress)
+
+
+class SamplingState:
+    """Parameters of `num_rows` rows and the dummy row (which is greedy). Indexed by table row.
+
+    Device tensors, each [num_rows + 1]: `scale` float32 (1 / temperature, or 1 for greedy rows), `noise` float32 (1, or
+    0 for greedy rows), `top_p`, `min_p` float32, `top_k` int64 (vocab_size where off), `filtered` bool, `seed_key`
+    int64, `suppress_until` int32 (positions below it may not sample the row's `suppress_ids`, int32[.., width], -1 in
+    unused places).
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, list_size: int, device: torch.device) -> None:
+        n = num_rows + 1
+        self.vocab_size, self.list_size = vocab_size, list_size
+        self.scale = torch.ones(n, dtype=torch.float32, device=device)
+        self.noise = torch.zeros(n, dtype=torch.float32, device=device)
+        self.top_p = torch.ones(n, dtype=torch.float32, device=device)
+        self.min_p = torch.zeros(n, dtype=torch.float32, device=device)
+        self.top_k = torch.full((n,), vocab_size, dtype=torch.int64, device=device)
+        self.filtered = torch.zeros(n, dtype=torch.bool, device=device)
+        self.seed_key = torch.zeros(n, dtype=torch.int64, device=device)
+        self.suppress_until = torch.zeros(n, dtype=torch.int32, device=device)
+        self.suppress_ids = torch.full((n, INITIAL_SUPPRESS_WIDTH), -1, dtype=torch.int32, device=device)
+        self._host_noisy = np.zeros(n, dtype=bool)
+        self._host_filtered = np.zeros(n, dtype=bool)
+        self._host_wide = np.zeros(n, dtype=bool)
+        self._host_until = np.zeros(n, dtype=np.int32)
+
+    def apply(
+        self, plan: StepPlan, sampling: torch.Tensor, suppress_runs: torch.Tensor, suppress_ids: torch.Tensor
+    ) -> None:
+        """Take over the plan's sampling and suppress sections; the tensors are the same sections on the device."""
+        if len(plan.sampling):
+            self._apply_host(plan.sampling)
+            self._apply_device(sampling)
+        if len(plan.suppress_runs):
+            self._host_until[plan.suppress_runs[:, 0]] = plan.suppress_runs[:, 1]
+            self._apply_suppress(suppress_runs, suppress_ids, int(plan.suppress_runs[:, 2].max()))
+
+    def mode(self, rows: np.ndarray, positions: np.ndarray) -> SamplingMode:
+        """The mode of a step that samples `rows` at absolute `positions` (int32 arrays on the host)."""
+        filtered = self._host_filtered[rows]
+        return SamplingMode(
+            noisy=bool(self._host_noisy[rows].any()),
+            num_filtered=int(np.count_nonzero(filtered)),
+            wide=bool(self._host_wide[rows].any()),
+            suppress=bool((self._host_until[rows] > positions).any()),
+        )
+
+    def _apply_host(self, entries: np.ndarray) -> None:
+        rows = entries[:, S.ROW]
+        temperature, top_p, min_p = (
+            np.ascontiguousarray(entries[:, column]).view(np.float32) for column in (S.TEMPERATURE, S.TOP_P, S.MIN_P)
+        )
+        top_k = entries[:, S.TOP_K]
+        has_k = (top_k > 0) & (top_k < self.vocab_size)
+        noisy = temperature > 0
+        filtered = noisy & (has_k | (top_p < 1) | (min_p > 0))
+        self._host_noisy[rows] = noisy
+        self._host_filtered[rows] = filtered
+        self._host_wide[rows] = filtered & ~(has_k & (top_k <= self.list_size))
+        self._host_until[rows] = 0
+
+    def _apply_device(self, entries: torch.Tensor) -> None:
+        rows = entries[:, S.ROW].long()
+        temperature, top_p, min_p = (
+            entries[:, column].contiguous().view(torch.float32) for column in (S.TEMPERATURE, S.TOP_P, S.MIN_P)
+        )
+        top_k = entries[:, S.TOP_K].long()
+        has_k = (top_k > 0) & (top_k < self.vocab_size)
+        noisy = temperature > 0
+        self.scale[rows] = torch.where(noisy, 1.0 / temperature, 1.0)
+        self.noise[rows] = noisy.float()
+        self.top_p[rows] = top_p
+        self.min_p[rows] = min_p
+        self.top_k[rows] = torch.where(has_k, top_k, self.vocab_size)
+        self.filtered[rows] = noisy & (has_k | (top_p < 1) | (min_p > 0))
+        self.seed_key[rows] = seed_keys(entries[:, S.SEED_LOW], entries[:, S.SEED_HIGH])
+        self.suppress_until[rows] = 0
+
+    def _apply_suppress(self, runs: torch.Tensor, ids: torch.Tensor, longest: int) -> None:
+        width = self.suppress_ids.shape[1]
+        if longest > width:
+            more = max(longest, 2 * width) - width
+            self.suppress_ids = torch.nn.functional.pad(self.suppress_ids, (0, more), value=-1)
+        row, until, count = runs.long().unbind(1)
+        self.suppress_until[row] = until.to(torch.int32)
+        self.suppress_ids[row] = -1
+        run = torch.repeat_interleave(torch.arange(len(runs), device=runs.device), count, output_size=len(ids))
+        column = torch.arange(len(ids), device=runs.device) - (count.cumsum(0) - count)[run]
+        self.suppress_ids[row[run], column] = ids
