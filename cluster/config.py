@@ -41,7 +41,9 @@ class EngineConfig(BaseModel):
     max_queued_requests: int = Field(4096, ge=1, description="waiting requests before new ones get 429")
     integrity_interval: int = Field(0, ge=0, description="check the page invariants every so many steps; 0: never")
     start_timeout: float = Field(600.0, gt=0, description="deadline for placement, loading and hand-shake together")
+    placement_timeout: float = Field(20.0, gt=0, description="deadline for placement; raise it where nodes are added on demand")
     step_timeout: float = Field(60.0, gt=0, description="a step without an answer for this long means a hung rank")
+    cache_dir: str | None = Field(None, description="where the default model is kept; default: ~/.cache/raydix")
     ray_address: str = Field("auto", description="local: a private Ray; auto: a running one, else private; or HOST:PORT")
 
     @classmethod

@@ -1,0 +1,151 @@
+"""`raydix bench`: throughput of the engine, a comparison with transformers, and the costs of scheduler and cache."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from cluster.cli.flags import add_engine_flags, engine_config, positive_int
+from cluster.cli.output import Timeline, cell, check_json_path, print_table, write_json
+from cluster.errors import ConfigError
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command and its sub-commands to `commands`, an argparse sub-parser collection."""
+    parser = commands.add_parser("bench", help="measure throughput, scheduler and prefix cache")
+    kinds = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
+    add_throughput(kinds)
+    add_transformers(kinds)
+    add_scheduler(kinds)
+    add_cache(kinds)
+
+
+def add_throughput(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "throughput",
+        help="offline tokens per second on a random workload",
+        description="Generates for random prompts with lengths uniform between --min-len and --max-len, EOS ignored.",
+    )
+    parser.add_argument("--num-seqs", type=positive_int, default=32, help="requests (default: %(default)s)")
+    parser.add_argument(
+        "--min-len", type=positive_int, default=16, help="shortest prompt and output (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-len", type=positive_int, default=128, help="longest prompt and output (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of lengths and ids (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.6, help="(default: %(default)s)")
+    finish(parser, run_throughput, engine=True)
+
+
+def add_transformers(kinds: Any) -> None:
+    parser = kinds.add_parser("transformers", help="tokens per second next to transformers' generate")
+    parser.add_argument("--batch-sizes", type=positive_int, nargs="+", default=[1, 8], help="(default: 1 8)")
+    parser.add_argument("--output-len", type=positive_int, default=64, help="tokens per prompt (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of lengths and ids (default: %(default)s)")
+    parser.add_argument("--threads", type=positive_int, help="transformers' threads (default: the number of ranks)")
+    finish(parser, run_transformers, engine=True)
+
+
+def add_scheduler(kinds: Any) -> None:
+    parser = kinds.add_parser("scheduler", help="CPU time of planning a step, without model and Ray")
+    sizes = [64, 256, 1024, 4096]
+    parser.add_argument(
+        "--running", type=positive_int, nargs="+", default=sizes, help="batch sizes (default: 64 .. 4096)"
+    )
+    parser.add_argument("--page-size", type=positive_int, default=16, help="(default: %(default)s)")
+    finish(parser, run_scheduler, engine=False)
+
+
+def add_cache(kinds: Any) -> None:
+    parser = kinds.add_parser("cache", help="time and memory of the prefix cache")
+    sizes = [1_000, 10_000, 100_000]
+    parser.add_argument(
+        "--nodes", type=positive_int, nargs="+", default=sizes, help="sizes of the tree (default: 1000 10000 100000)"
+    )
+    finish(parser, run_cache, engine=False)
+
+
+def finish(parser: argparse.ArgumentParser, run: Any, engine: bool) -> None:
+    """The flags that benchmarks share."""
+    if engine:
+        parser.add_argument(
+            "--repeats", type=positive_int, default=3, help="runs; medians count (default: %(default)s)"
+        )
+        add_engine_flags(parser, positional_model=True)
+    parser.add_argument("--json", metavar="FILE", help="write the result into FILE as JSON")
+    parser.set_defaults(run=run)
+
+
+def run_throughput(args: argparse.Namespace) -> int:
+    from cluster.bench.throughput import bench_throughput
+
+    config = engine_config(args)
+    check_json_path(args.json)
+    if args.min_len > args.max_len:
+        raise ConfigError(f"--min-len {args.min_len} must not exceed --max-len {args.max_len}")
+    timeline = Timeline()
+    result = bench_throughput(
+        config, args.num_seqs, args.min_len, args.max_len, args.seed, args.temperature, args.repeats, timeline
+    )
+    timeline.done()
+    load = result["workload"]
+    print(
+        f"uniform {args.min_len}..{args.max_len}, {cell(args.num_seqs)} requests, "
+        f"{cell(load['prompt_tokens'])} prompt and {cell(load['output_tokens'])} output tokens, "
+        f"median of {args.repeats} run(s)"
+    )
+    print(f"output  {cell(result['output_tokens_per_s'])} tok/s")
+    print(f"total   {cell(result['total_tokens_per_s'])} tok/s")
+    print(f"elapsed {cell(result['elapsed_s'])} s, {cell(result['cached_tokens'])} prompt tokens from the cache")
+    print_limit(result["limit"])
+    write_json(args.json, result)
+    return 0
+
+
+def print_limit(limit: dict[str, Any] | None) -> None:
+    """The limit and our share of it, or that it is not known."""
+    if limit is None:
+        print("limit   not known for this device")
+        return
+    print(
+        f"limit   {cell(limit['output_tokens_per_s'])} tok/s, of which this is {limit['ratio']:.1%} "
+        f"({limit['bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s, {limit['peak_flops'] / 1e12:,.2f} TFLOP/s; {limit['source']})"
+    )
+
+
+def run_transformers(args: argparse.Namespace) -> int:
+    from cluster.bench.transformers_baseline import compare
+
+    config = engine_config(args)
+    check_json_path(args.json)
+    timeline = Timeline()
+    threads = args.threads or config.tp_size
+    result = compare(config, args.batch_sizes, args.output_len, args.seed, args.repeats, threads, timeline)
+    timeline.done()
+    print_table(result["rows"])
+    write_json(args.json, result)
+    return 0
+
+
+def run_scheduler(args: argparse.Namespace) -> int:
+    from cluster.bench.scheduler import run_scheduler_bench
+
+    check_json_path(args.json)
+    result = run_scheduler_bench(args.running, args.page_size)
+    print_table(result["decode"])
+    print()
+    print_table(result["planning"])
+    write_json(args.json, result)
+    return 0
+
+
+def run_cache(args: argparse.Namespace) -> int:
+    from cluster.bench.cache import run_cache_bench
+
+    check_json_path(args.json)
+    result = run_cache_bench(args.nodes)
+    print_table(result["cache"])
+    print(f"{result['bytes_per_token']:.1f} bytes per cached token")
+    write_json(args.json, result)
+    return 0
