@@ -28,6 +28,9 @@ _CODES = {
 }
 
 
+_NO_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
+
+
 @dataclass(frozen=True)
 class Problem:
     """What a client gets for an error."""
@@ -79,7 +82,7 @@ def _validation_problem(error: RequestValidationError) -> Problem:
             lines.append(str(cause))
         else:
             message = finding["msg"].removeprefix("Value error, ")
-            lines.append(f"{name}: {message}" if name else f"the body must be a JSON object: {message}")
+            lines.append(f"{name}: {message}" if name else _NO_OBJECT)
     unique = list(dict.fromkeys(lines))
     return Problem(400, "; ".join(unique), "invalid_request_error", params[0] if params else None)
 

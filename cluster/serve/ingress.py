@@ -1,6 +1,8 @@
-"""The HTTP surface: routes, and the start-up and end of an ingress replica."""
+"""The HTTP surface: routes, and the start-up and end of an ingress replica.
 
-from __future__ import annotations
+Ray pickles the routes by value, and FastAPI reads their annotations again in the replica; so in this file annotations
+are the types themselves and not strings (no `from __future__ import annotations`).
+"""
 
 import asyncio
 import logging

@@ -299,6 +299,7 @@ class _Answer(BaseModel):
     model_config = ConfigDict(protected_namespaces=())
 
     id: str
+    object: str
     created: int = Field(default_factory=lambda: int(time.time()))
     model: str
     usage: Usage
