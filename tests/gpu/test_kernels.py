@@ -1,0 +1,195 @@
+"""Each Triton kernel against a plain torch reference in float32."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+# The interpreter computes in numpy, which has no bfloat16.
+DTYPES = [torch.float32, torch.bfloat16 if torch.cuda.is_available() else torch.float16]
+SHAPES = [  # num_q_heads, num_kv_heads, head_dim, page_size, page_first
+    (4, 2, 64, 16, False),
+    (8, 1, 128, 1, False),
+    (3, 3, 80, 4, True),
+    (16, 1, 96, 16, True),
+    (2, 1, 256, 128, False),
+]
+
+
+class Pool:
+    """A paged pool with scattered pages and rows of the given lengths, plus the dense K and V they stand for."""
+
+    def __init__(self, lengths, kv_heads, dim, page_size, page_first, dtype, device, seed=0):
+        gen = torch.Generator().manual_seed(seed)
+        pages = [-(-n // page_size) for n in lengths]
+        total = sum(pages) + 3
+        shape = (2, 3, total, page_size, kv_heads, dim)
+        if page_first:
+            self.data = torch.randn(*(shape[i] for i in (2, 0, 1, 3, 4, 5)), generator=gen).permute(1, 2, 0, 3, 4, 5)
+        else:
+            self.data = torch.randn(*shape, generator=gen)
+        self.data = self.data.to(dtype).to(device)
+        if page_first and device.type == "cuda":
+            assert not self.data.is_contiguous()
+        self.k, self.v = self.data[0, 1], self.data[1, 1]
+        order = torch.randperm(total, generator=gen).tolist()
+        self.table = torch.zeros(len(lengths) + 2, max(pages) + 1, dtype=torch.int32)
+        self.rows = torch.randperm(len(lengths) + 2, generator=gen)[: len(lengths)].to(torch.int32)
+        for row, count in zip(self.rows.tolist(), pages, strict=True):
+            self.table[row, :count] = torch.tensor([order.pop() * page_size for _ in range(count)])
+        self.table, self.rows = self.table.to(device), self.rows.to(device)
+        self.page_size, self.lengths = page_size, lengths
+
+    def dense(self, entry):
+        n = self.lengths[entry]
+        position = torch.arange(n, device=self.table.device)
+        page = self.table[int(self.rows[entry])][position // self.page_size].long() // self.page_size
+        return (cache[page, position % self.page_size].float() for cache in (self.k, self.v))
+
+
+def reference(q, k, v, cached):
+    """Causal attention in float32: q [t, hq, d] at positions cached.., k and v [n, hkv, d]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    score = torch.einsum("thd,nhd->htn", q.float(), k) * q.shape[2] ** -0.5
+    at = torch.arange(q.shape[0], device=q.device) + cached
+    score.masked_fill_(torch.arange(k.shape[0], device=q.device)[None, None] > at[None, :, None], float("-inf"))
+    return torch.einsum("htn,nhd->thd", score.softmax(-1), v)
+
+
+def close(actual, expected, dtype):
+    error = (actual.float() - expected).norm() / expected.norm()
+    assert error < (1e-5 if dtype == torch.float32 else 1e-2), float(error)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_decode_attention(shape, dtype, device, big):
+    from worker.kernels.decode_attention import DecodeAttention
+
+    q_heads, kv_heads, dim, page_size, page_first = shape
+    lengths = [1, 17, 64, 65, 1000, 4097, 333] if big else [1, 65, 150]
+    pool = Pool(lengths, kv_heads, dim, page_size, page_first, dtype, device)
+    q = torch.randn(len(lengths), q_heads, dim).to(dtype).to(device)
+    lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    for programs in (1, 64, 2048):  # one split, some, many
+        kernel = DecodeAttention(q_heads, kv_heads, dim, page_size, len(lengths), device, num_programs=programs)
+        for _ in range(2):  # the arrival counters must be back at zero
+            out = torch.full_like(q, float("nan"))
+            kernel(q, pool.k, pool.v, out, pool.table, pool.rows, lens)
+            for i, n in enumerate(lengths):
+                close(out[i : i + 1], reference(q[i : i + 1], *pool.dense(i), n - 1), dtype)
+        assert not kernel.arrived.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_prefill_attention(shape, dtype, device, big):
+    from worker.kernels.prefill_attention import prefill_attention
+
+    q_heads, kv_heads, dim, page_size, page_first = shape
+    extends, cached = ([1, 33, 700, 128, 5], [64, 0, 1333, 128, 3]) if big else ([1, 40], [64, 3])
+    lengths = [a + b for a, b in zip(extends, cached, strict=True)]
+    pool = Pool(lengths, kv_heads, dim, page_size, page_first, dtype, device)
+    q = torch.randn(sum(extends), q_heads, dim).to(dtype).to(device)
+    cu = torch.tensor([0, *extends]).cumsum(0).to(torch.int32).to(device) + 7  # only differences matter
+    out = torch.full_like(q, float("nan"))
+    ints = [torch.tensor(x, dtype=torch.int32, device=device) for x in (cached, lengths)]
+    prefill_attention(q, pool.k, pool.v, out, pool.table, pool.rows, *ints, cu, max(extends))
+    at = 0
+    for i, n in enumerate(extends):
+        close(out[at : at + n], reference(q[at : at + n], *pool.dense(i), cached[i]), dtype)
+        at += n
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [64, 576, 1024, 4096])
+def test_add_rms_norm(width, dtype, device):
+    from worker.kernels.elementwise import add_rms_norm
+
+    x, residual = torch.randn(5, width).to(dtype).to(device), torch.randn(5, width).to(dtype).to(device)
+    weight = torch.randn(width).to(dtype).to(device)
+
+    def norm(t):
+        return (t.float() * torch.rsqrt(t.float().pow(2).mean(-1, keepdim=True) + 1e-5)).to(dtype) * weight
+
+    close(add_rms_norm(x, None, weight, 1e-5), norm(x).float(), dtype)
+    total = (x.float() + residual.float()).to(dtype)
+    close(add_rms_norm(x, residual, weight, 1e-5), norm(total).float(), dtype)
+    assert torch.equal(residual, total)
+
+
+@pytest.mark.parametrize("width", [24, 1536, 3072])
+def test_silu_mul(width, device):
+    from worker.kernels.elementwise import silu_mul
+
+    x = torch.randn(7, 2 * width, device=device)
+    close(silu_mul(x), torch.nn.functional.silu(x[:, :width]) * x[:, width:], torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rope_store(shape, with_norm, dtype, device):
+    from worker.kernels.elementwise import rope_store
+
+    q_heads, kv_heads, dim, page_size, page_first = shape
+    tokens, half = 5, dim // 2
+    pool = Pool([40], kv_heads, dim, page_size, page_first, dtype, device)
+    qkv = torch.randn(tokens, (q_heads + 2 * kv_heads) * dim).to(dtype).to(device)
+    positions = torch.tensor([3, 0, 17, 5, 6], device=device)
+    slots = torch.randperm(40)[:tokens].to(device)
+    angle = torch.rand(32, half, device=device) * 6
+    norms = [torch.randn(dim).to(dtype).to(device) if with_norm else None for _ in range(2)]
+    q = rope_store(qkv, positions, angle.cos(), angle.sin(), pool.k, pool.v, slots, q_heads, *norms, eps=1e-6)
+    heads = qkv.view(tokens, -1, dim)
+    parts = heads.split([q_heads, kv_heads, kv_heads], 1)
+
+    def rotate(t, weight):
+        t = t.float()
+        if weight is not None:
+            t = ((t * torch.rsqrt(t.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype) * weight).float()
+        cos, sin = angle[positions].cos()[:, None], angle[positions].sin()[:, None]
+        low, high = t[..., :half], t[..., half:]
+        return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+
+    close(q, rotate(parts[0], norms[0]), dtype)
+    page, offset = slots // page_size, slots % page_size
+    close(pool.k[page, offset], rotate(parts[1], norms[1]), dtype)
+    assert torch.equal(pool.v[page, offset], parts[2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_gemv(rows, with_bias, dtype, device):
+    from worker.kernels.gemv import gemv
+
+    for size_n, size_k in ((64, 64), (100, 576), (515, 1536)):
+        x, weight = torch.randn(rows, size_k).to(dtype).to(device), torch.randn(size_n, size_k).to(dtype).to(device)
+        bias = torch.randn(size_n).to(dtype).to(device) if with_bias else None
+        expected = x.double() @ weight.double().T + (bias.double() if with_bias else 0)
+        close(gemv(x, weight, bias), expected.float(), dtype)
+
+
+@pytest.mark.parametrize("vocab", [17, 1500, 40003])
+def test_sample_shard(vocab, device):
+    from worker.kernels.sample import sample_shard
+    from worker.sampling.noise import gumbel, row_keys, seed_keys
+
+    logits = torch.randn(4, vocab, device=device) * 3
+    logits[0, 5] = logits[0, 11] = 50.0  # a tie: the lower id wins
+    best, tokens = sample_shard(logits, vocab_start=1000)
+    assert torch.equal(tokens.long(), logits.argmax(1) + 1000)
+    assert int(tokens[0]) == 1005
+    assert torch.equal(best, logits.amax(1))
+
+    words = torch.tensor([1, -7, 3, 2**31 - 1], dtype=torch.int32, device=device)
+    k0, k1 = row_keys(seed_keys(words, words + 1), torch.tensor([5, 6, 100, 7], device=device))
+    scale = torch.tensor([1.25, 1.0, 2.0, 0.5], device=device)
+    noise = torch.tensor([1.0, 0.0, 1.0, 1.0], device=device)
+    ids = torch.arange(1000, 1000 + vocab, dtype=torch.int32, device=device)
+    scores = logits * scale[:, None] + gumbel(k0[:, None], k1[:, None], ids) * noise[:, None]
+    best, tokens = sample_shard(logits, 1000, scale, noise, k0, k1)
+    assert torch.allclose(best[[0, 2, 3]], scores.amax(1)[[0, 2, 3]], atol=1e-5)
+    assert torch.equal(tokens.long(), scores.argmax(1) + 1000)

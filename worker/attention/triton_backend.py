@@ -1,0 +1,61 @@
+"""Attention on CUDA with our Triton kernels: split-KV decode for decode rows, a causal paged kernel for the rest."""
+
+from __future__ import annotations
+
+import torch
+
+from worker.attention.base import AttentionBackend
+from worker.batch import Batch
+from worker.errors import ModelError
+from worker.kernels.decode_attention import DecodeAttention
+from worker.kernels.prefill_attention import prefill_attention
+
+MAX_HEAD_DIM = 256
+
+
+class TritonAttention(AttentionBackend):
+    """Any page size and pool layout, head_dim up to 256. Decode steps can be captured in a CUDA graph.
+
+    Raises:
+        ModelError: from `forward`, for a head size without a kernel.
+    """
+
+    def __init__(self) -> None:
+        self._decode: DecodeAttention | None = None
+
+    def prepare(self, batch: Batch) -> None:
+        pass  # the kernels read the step's own arrays
+
+    def forward(self, q: torch.Tensor, layer_id: int, batch: Batch) -> torch.Tensor:
+        k_cache, v_cache = self.pool.k_cache(layer_id), self.pool.v_cache(layer_id)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        table, decodes = self.page_table.page_starts, batch.num_decode
+        if decodes:
+            decode = self._decode or self._create_decode(q, k_cache)
+            decode(
+                q[:decodes], k_cache, v_cache, out[:decodes], table, batch.rows[:decodes], batch.device_len[:decodes]
+            )
+        if decodes < len(batch.rows):
+            self.prefill(q, k_cache, v_cache, out, batch)
+        return out
+
+    def prefill(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor, batch: Batch
+    ) -> None:
+        """Attend the entries after the decodes; writes their rows of `out`."""
+        first = batch.num_decode
+        prefill_attention(
+            q[first:], k_cache, v_cache, out[first:], self.page_table.page_starts, batch.rows[first:],
+            batch.cached_len[first:], batch.device_len[first:], batch.cu_extend[first:], batch.max_extend_len,
+        )  # fmt: skip
+
+    def _create_decode(self, q: torch.Tensor, k_cache: torch.Tensor) -> DecodeAttention:
+        _, num_heads, head_dim = q.shape
+        _, page_size, num_kv_heads, _ = k_cache.shape
+        if head_dim > MAX_HEAD_DIM:
+            raise ModelError(
+                f"head_dim {head_dim} has no attention kernel, the largest is {MAX_HEAD_DIM}: use backend torch"
+            )
+        most = self.page_table.dummy_row  # the table's rows for requests
+        self._decode = DecodeAttention(num_heads, num_kv_heads, head_dim, page_size, most, q.device)
+        return self._decode

@@ -1,0 +1,57 @@
+"""x @ weight.T for one to a few rows of x: a matrix-vector product bound by reading the weight once, in Triton.
+
+Library products are tuned for many rows; for one to four they leave much of the memory bandwidth unused.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_ROWS = 4
+
+
+@triton.jit
+def _gemv_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, size_n, size_k, x_stride, weight_stride, out_stride,
+    ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    live_n = n < size_n
+    # Sums stay spread over BLOCK_K lanes until the end: one reduction per output, not one per block.
+    sums = tl.zeros([ROWS, BLOCK_N, BLOCK_K], tl.float32)
+    row = tl.arange(0, ROWS)
+    for start in range(0, size_k, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        live_k = k < size_k
+        weight = tl.load(
+            weight_ptr + n[:, None].to(tl.int64) * weight_stride + k[None, :],
+            mask=live_n[:, None] & live_k[None, :], other=0.0, eviction_policy="evict_first",
+        )  # fmt: skip
+        x = tl.load(x_ptr + row[:, None] * x_stride + k[None, :], mask=live_k[None, :], other=0.0)
+        sums += weight[None, :, :].to(tl.float32) * x[:, None, :].to(tl.float32)
+    result = tl.sum(sums, 2)
+    if HAS_BIAS:
+        result += tl.load(bias_ptr + n, mask=live_n, other=0.0).to(tl.float32)[None, :]
+    tl.store(
+        out_ptr + row[:, None] * out_stride + n[None, :], result.to(out_ptr.dtype.element_ty), mask=live_n[None, :]
+    )
+
+
+def gemv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [R, K] (R is 1, 2 or 4) times weight [N, K] transposed, plus bias [N]: [R, N], summed in float32."""
+    rows, size_k = x.shape
+    size_n = weight.shape[0]
+    if out is None:
+        out = torch.empty(rows, size_n, dtype=x.dtype, device=x.device)
+    block_n = 4 if size_n <= 8192 else 8
+    block_n = max(2, block_n // rows)
+    block_k = min(1024 if rows == 1 else 512, triton.next_power_of_2(size_k))
+    _gemv_kernel[(triton.cdiv(size_n, block_n),)](
+        x, weight, bias if bias is not None else x, out, size_n, size_k, x.stride(0), weight.stride(0), out.stride(0),
+        ROWS=rows, HAS_BIAS=bias is not None, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4,
+    )  # fmt: skip
+    return out

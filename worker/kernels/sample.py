@@ -1,0 +1,109 @@
+"""Temperature, Gumbel noise and arg-max over a shard of the vocabulary in one pass over the logits, in Triton.
+
+The noise is `worker.sampling.noise` bit for bit in its integer part. Rows with noise factor 0 (greedy) skip it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from worker.sampling.noise import TOKEN_MUL_1, TOKEN_MUL_2, U_MAX, U_SCALE
+
+_MUL_1 = tl.constexpr(TOKEN_MUL_1)
+_MUL_2 = tl.constexpr(TOKEN_MUL_2)
+_U_SCALE = tl.constexpr(U_SCALE)
+_U_MAX = tl.constexpr(U_MAX)
+PARTS = 16
+
+
+@triton.jit
+def _better(value, index, other_value, other_index):
+    """The larger value, the lower index among equals."""
+    other_wins = (other_value > value) | ((other_value == value) & (other_index < index))
+    return tl.where(other_wins, other_value, value), tl.where(other_wins, other_index, index)
+
+
+@triton.jit
+def _gumbel(ids, k0, k1):
+    x = ids.to(tl.uint32) ^ k0.to(tl.uint32, bitcast=True)
+    x = (x ^ (x >> 16)) * _MUL_1
+    x = x ^ k1.to(tl.uint32, bitcast=True)
+    x = (x ^ (x >> 15)) * _MUL_2
+    x = (x ^ (x >> 16)) >> 1
+    u = tl.minimum((x.to(tl.int32).to(tl.float32) + 0.5) * _U_SCALE, _U_MAX)
+    # log1p(-u) with full precision for small u: log(w) * -u / (w - 1) where w = 1 - u rounded (Kahan).
+    w = 1.0 - u
+    log1p = tl.where(w == 1.0, -u, tl.log(w) * (-u / (w - 1.0 + (w == 1.0).to(tl.float32))))
+    return -tl.log(-log1p)
+
+
+@triton.jit
+def _sample_kernel(
+    logits_ptr, scale_ptr, noise_ptr, k0_ptr, k1_ptr, value_ptr, index_ptr, local_vocab, vocab_start, stride,
+    NOISY: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    entry = tl.program_id(0)
+    part = tl.program_id(1)
+    share = tl.cdiv(tl.cdiv(local_vocab, PARTS), BLOCK) * BLOCK
+    first = part * share
+    last = tl.minimum(local_vocab, first + share)
+    lane = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    best_index = first + lane
+    scale = 1.0
+    noisy = False
+    k0 = 0
+    k1 = 0
+    if NOISY:
+        noisy = tl.load(noise_ptr + entry) > 0
+        scale = tl.load(scale_ptr + entry)
+        k0 = tl.load(k0_ptr + entry)
+        k1 = tl.load(k1_ptr + entry)
+    row = logits_ptr + entry.to(tl.int64) * stride
+    for start in range(first, last, BLOCK):
+        column = start + lane
+        score = tl.load(row + column, mask=column < last, other=float("-inf")).to(tl.float32)
+        if NOISY:
+            if noisy:  # noqa: SIM102 (one is a constant of the compilation, the other a value)
+                score = score * scale + _gumbel(vocab_start + column, k0, k1)
+        wins = score > best
+        best = tl.where(wins, score, best)
+        best_index = tl.where(wins, column, best_index)
+    value, index = tl.reduce((best, best_index), 0, _better)
+    tl.store(value_ptr + entry * PARTS + part, value)
+    tl.store(index_ptr + entry * PARTS + part, index)
+
+
+@triton.jit
+def _merge_kernel(value_ptr, index_ptr, best_ptr, token_ptr, vocab_start, PARTS: tl.constexpr):
+    entry = tl.program_id(0)
+    part = tl.arange(0, PARTS)
+    value = tl.load(value_ptr + entry * PARTS + part)
+    index = tl.load(index_ptr + entry * PARTS + part)
+    value, index = tl.reduce((value, index), 0, _better)
+    tl.store(best_ptr + entry, value)
+    tl.store(token_ptr + entry, vocab_start + index)
+
+
+def sample_shard(
+    logits: torch.Tensor, vocab_start: int, scale: torch.Tensor | None = None, noise: torch.Tensor | None = None,
+    k0: torch.Tensor | None = None, k1: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Best perturbed score of each row in this shard and its token id: (float32 [S], int32 [S]).
+
+    logits: [S, local_vocab]. scale, noise (0 or 1): float32 [S]; k0, k1: int32 [S]; all None for greedy.
+    """
+    entries, local_vocab = logits.shape
+    values = torch.empty(entries, PARTS, dtype=torch.float32, device=logits.device)
+    indices = torch.empty(entries, PARTS, dtype=torch.int32, device=logits.device)
+    best = torch.empty(entries, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(entries, dtype=torch.int32, device=logits.device)
+    noisy = scale is not None
+    _sample_kernel[(entries, PARTS)](
+        logits, *((scale, noise, k0, k1) if noisy else (logits,) * 4), values, indices, local_vocab, vocab_start,
+        logits.stride(0), NOISY=noisy, PARTS=PARTS, BLOCK=1024, num_warps=4,
+    )  # fmt: skip
+    _merge_kernel[(entries,)](values, indices, best, tokens, vocab_start, PARTS=PARTS, num_warps=1)
+    return best, tokens
