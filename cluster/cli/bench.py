@@ -108,10 +108,9 @@ def print_limit(limit: dict[str, Any] | None) -> None:
     if limit is None:
         print("limit   not known for this device")
         return
-    print(
-        f"limit   {cell(limit['output_tokens_per_s'])} tok/s, of which this is {limit['ratio']:.1%} "
-        f"({limit['bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s, {limit['peak_flops'] / 1e12:,.2f} TFLOP/s; {limit['source']})"
-    )
+    machine = f"{limit['bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s, {limit['peak_flops'] / 1e12:,.2f} TFLOP/s"
+    print(f"limit   {cell(limit['output_tokens_per_s'])} tok/s, of which this is {limit['ratio']:.1%}")
+    print(f"        ({machine}; {limit['source']})")
 
 
 def run_transformers(args: argparse.Namespace) -> int:
