@@ -34,7 +34,7 @@ class IncrementalDetokenizer:
         stop: strings that end the text and are not part of it. The one that is complete first wins; of those that
             are complete with the same character, the longest.
         skip_special_tokens: leave control tokens out of the text.
-        stop_token_ids: tokens that end the sequence and are not part of the text; looked at in the last token only.
+        stop_token_ids: tokens that end the sequence; they are not part of the text.
         continues_text: the tokens continue a text (a completion), so keep a space at their beginning; sentencepiece
             tokenizers drop it at the beginning of a text.
     """
@@ -48,8 +48,8 @@ class IncrementalDetokenizer:
         continues_text: bool = False,
     ) -> None:
         self._token_bytes = tokenizer.token_bytes
-        self._skip_special = skip_special_tokens
-        self._stop_token_ids = frozenset(stop_token_ids)
+        special = self._token_bytes.special if skip_special_tokens else frozenset()
+        self._not_text = special.union(stop_token_ids) if stop_token_ids else special
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._spaces_to_drop = 0 if continues_text else self._token_bytes.leading_spaces
         self._stops = StopStrings(stop)
@@ -62,14 +62,7 @@ class IncrementalDetokenizer:
         """
         if self._closed:
             return TextDelta("")
-        token_ids = list(token_ids)
-        if finished and token_ids and token_ids[-1] in self._stop_token_ids:
-            token_ids.pop()
-        pieces = self._token_bytes
-        if self._skip_special:
-            data = b"".join(pieces[id] for id in token_ids if not pieces.is_special(id))
-        else:
-            data = b"".join(pieces[id] for id in token_ids)
+        data = b"".join(self._token_bytes[id] for id in token_ids if id not in self._not_text)
         text = self._drop_spaces(self._utf8.decode(data, final=finished))
         text, reason = self._stops.add(text, finished)
         self._closed = finished or reason is not None

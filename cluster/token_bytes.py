@@ -25,7 +25,8 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class TokenBytes:
     """The bytes of each token id, worked out on first use.
 
-    `leading_spaces`: how many spaces the decoder drops at the very beginning of a text.
+    `special`: ids of control tokens, which are no part of the text. `leading_spaces`: how many spaces the decoder
+    drops at the very beginning of a text.
 
     Raises:
         ModelLoadError: the tokenizer's decoder is of another kind.
@@ -34,7 +35,7 @@ class TokenBytes:
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         spec = json.loads(backend.to_str())
         self._backend = backend
-        self._special = {token["id"] for token in spec["added_tokens"] if token["special"]}
+        self.special = frozenset(token["id"] for token in spec["added_tokens"] if token["special"])
         self._table: dict[int, bytes] = {}
         steps = decoder_steps(spec["decoder"])
         kinds = {step["type"] for step in steps}
@@ -61,10 +62,6 @@ class TokenBytes:
                 f"the tokenizer's decoder has a step of kind {kind} ({step}); known are byte-level BPE and "
                 "sentencepiece with byte fallback"
             )
-
-    def is_special(self, token_id: int) -> bool:
-        """Whether the token is a control token, which is no part of the text."""
-        return token_id in self._special
 
     def __getitem__(self, token_id: int) -> bytes:
         """The token's bytes; nothing for an id the tokenizer does not know."""
