@@ -64,6 +64,7 @@ class Capacity:
     vocab_size: int
     max_seq_len: int
     eos_token_ids: list[int]
+    dtype: str
 
 
 @dataclass(frozen=True, slots=True)

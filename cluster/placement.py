@@ -65,7 +65,9 @@ def describe_shortage(tp_size: int, resources: dict[str, float], problem: str) -
     lines = [f"{problem}: asked for {tp_size} x {_show(resources)}; the cluster has"]
     for node in nodes:
         now = free.get(node["NodeID"], {})
-        have = ", ".join(f"{now.get(name, 0.0):g} of {node['Resources'].get(name, 0.0):g} {name} free" for name in names)
+        have = ", ".join(
+            f"{now.get(name, 0.0):g} of {node['Resources'].get(name, 0.0):g} {name} free" for name in names
+        )
         lines.append(f"  {node['NodeManagerAddress']:15}  {have}")
     total = sum(_fits(node["Resources"], resources) for node in nodes)
     now = sum(_fits(free.get(node["NodeID"], {}), resources) for node in nodes)

@@ -136,6 +136,7 @@ class Startup:
                 vocab_size=info.vocab_size,
                 max_seq_len=info.max_seq_len,
                 eos_token_ids=list(info.eos_token_ids),
+                dtype=info.dtype,
             )
         )
         runner.allocate(self._expect(messages.Allocate).pages)
@@ -276,7 +277,7 @@ def _use_interface_of(node_ip: str) -> None:
 
 
 def _exit_without_driver(address: RankAddress) -> None:
-    """The driver is gone: end this process at once, whatever its main thread does, and remove the driver's leftovers."""
+    """The driver is gone: end this process at once, whatever its main thread does, and remove what it left."""
     if address.endpoint.startswith("ipc://"):
         directory = Path(address.endpoint.removeprefix("ipc://")).parent
         if directory.name.startswith(IPC_PREFIX):

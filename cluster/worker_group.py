@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
 import secrets
-import signal
 import time
 from collections import deque
 from concurrent.futures import Future
@@ -21,7 +20,6 @@ from cluster.errors import (
     ConfigError,
     EngineDeadError,
     ModelLoadError,
-    PlacementError,
     RaydixError,
     StartupError,
     TransportError,
@@ -38,6 +36,7 @@ logger = logging.getLogger(__name__)
 # A collective fails on the survivors before Ray reports the death that caused it: wait for the better explanation.
 _DIAGNOSIS_TIME = 0.3
 _STOP_GRACE = 2.0
+_KILL_GRACE = 0.5
 _KILL_TIMEOUT = 10.0
 _FAILURES = {"model": ModelLoadError, "config": ConfigError, "error": StartupError}
 
@@ -67,6 +66,7 @@ class GroupInfo:
     vocab_size: int
     max_seq_len: int
     eos_token_ids: tuple[int, ...]
+    dtype: str
     graph_sizes: tuple[int, ...]
     ranks: tuple[Whereabouts, ...]
 
@@ -166,7 +166,7 @@ class WorkerGroup:
             self._ask_to_stop(grace)
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
-        self._kill_local_processes()
+        self._end_local_processes()
         if self._placement is not None:
             self._placement.remove()
         deadline = time.monotonic() + _KILL_TIMEOUT
@@ -273,9 +273,8 @@ class WorkerGroup:
         if len(sizes) != 1:
             raise StartupError(f"ranks captured different graphs: {sorted(sizes)}")
         model = capacities[0]
-        return GroupInfo(
-            pages, model.vocab_size, model.max_seq_len, tuple(model.eos_token_ids), sizes.pop(), self._ranks
-        )
+        eos = tuple(model.eos_token_ids)
+        return GroupInfo(pages, model.vocab_size, model.max_seq_len, eos, model.dtype, sizes.pop(), self._ranks)
 
     def _greet(self, rank: int, hello: messages.Hello) -> None:
         expected = messages.Hello(messages.PROTOCOL_VERSION, self._group_id, rank)
@@ -377,20 +376,21 @@ class WorkerGroup:
         while len(self._ended) < len(self._runs) and (left := deadline - time.monotonic()) > 0:
             self._transport.poll(left)
 
-    def _kill_local_processes(self) -> None:
-        """Ray asks a process to end, which a stopped or stuck one does not hear; on our own node we can insist."""
+    def _end_local_processes(self) -> None:
+        """Ray asks a process to end, which a stopped one does not hear; on our own node we can insist."""
         here = ray.get_runtime_context().get_node_id()
-        mine = [rank.pid for rank in self._ranks if rank.node_id == here]
         processes = []
-        for pid in mine:
-            try:
-                process = psutil.Process(pid)
-                if process.name().startswith("ray::"):  # a reused pid is somebody else's
-                    os.kill(pid, signal.SIGKILL)
-                processes.append(process)
-            except (psutil.NoSuchProcess, ProcessLookupError):
-                continue
-        psutil.wait_procs(processes, timeout=_KILL_TIMEOUT)
+        for place in self._ranks:
+            if place.node_id == here:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process = psutil.Process(place.pid)
+                    if process.name().startswith("ray::"):  # a reused pid is somebody else's
+                        processes.append(process)
+        _, alive = psutil.wait_procs(processes, timeout=_KILL_GRACE)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=_KILL_TIMEOUT)
 
 
 def _first_line(error: BaseException) -> str:

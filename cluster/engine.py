@@ -1,0 +1,320 @@
+"""`Engine`: one model copy, from settings to a running group. The object that `LLM` and the Serve replica hold."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, TimeoutError
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from cluster import ray_runtime
+from cluster.config import EngineConfig
+from cluster.driver import Driver
+from cluster.errors import (
+    ConfigError,
+    EngineClosedError,
+    EngineError,
+    InvalidRequestError,
+    ModelLoadError,
+    OverloadedError,
+)
+from cluster.model_files import resolve_model, served_name
+from cluster.progress import Progress, no_progress
+from cluster.rank_actor import Whereabouts
+from cluster.timeline import Timeline
+from cluster.tokenizer import Tokenizer
+from cluster.worker_group import GroupConfig, GroupInfo, WorkerGroup
+from scheduler.config import SchedulerConfig
+from scheduler.outputs import FinishReason, StepOutputs
+from scheduler.request import InvalidRequest, Request
+from scheduler.scheduler import Scheduler
+from worker.config import WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+_STATS_TIMEOUT = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the engine turned out to be once it was ready.
+
+    config            the effective settings: nothing that is derived at start-up is open any more
+    ranks             where each rank runs: node, pid, GPU ids
+    startup_seconds   seconds of each start-up phase, and their total
+    """
+
+    config: EngineConfig
+    model_path: Path
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    ranks: tuple[Whereabouts, ...]
+    startup_seconds: dict[str, float]
+
+    @property
+    def served_name(self) -> str:
+        return self.config.served_model_name
+
+    @property
+    def max_seq_len(self) -> int:
+        """Longest prompt + output, in tokens."""
+        return self.config.max_seq_len
+
+    @property
+    def num_pages(self) -> int:
+        """Usable KV pages."""
+        return self.config.num_pages
+
+
+class Engine:
+    """Serves requests with one group of ranks. Methods are thread-safe unless they say otherwise.
+
+    `on_outputs` gets each step's new tokens as arrays; `on_failure` is called at most once, when the engine can serve
+    no more: every unfinished request has failed then. Both are called in the driver's thread and must be quick.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_outputs: Callable[[StepOutputs], None],
+        on_failure: Callable[[EngineError], None],
+    ) -> None:
+        self.config = config
+        self.info: EngineInfo | None = None
+        self.tokenizer: Tokenizer | None = None
+        self._on_outputs = on_outputs
+        self._on_failure = on_failure
+        self._lock = threading.Lock()
+        self._unfinished = 0
+        self._closed = False
+        self._runtime: ray_runtime.RayRuntime | None = None
+        self._scheduler: Scheduler | None = None
+        self._driver: Driver | None = None
+
+    def start(self, progress: Progress = no_progress, min_cpus: int = 0) -> EngineInfo:
+        """Connect to Ray, start the ranks and the driver loop; returns when the engine is ready. Call it once.
+
+        `min_cpus`: what a private Ray offers at least, for callers that place more than the ranks.
+
+        Raises:
+            ConfigError, ModelLoadError: a setting or the checkpoint is wrong.
+            StartupError, PlacementError: the group did not come up. Nothing is left running then.
+        """
+        timeline = Timeline(progress)
+        try:
+            timeline.enter("model files")
+            path = resolve_model(self.config.model, progress, self.config.cache_dir)
+            timeline.enter("ray")
+            self._runtime = ray_runtime.connect(self.config.ray_address, max(min_cpus, self.config.tp_size))
+            device = self._choose_device()
+            timeline.enter("tokenizer")
+            self.tokenizer = self._load_tokenizer(path)
+            self._group = WorkerGroup(self._group_config(path, device))
+            group = self._group.start(timeline)
+            eos = self.tokenizer.eos_token_ids if self.tokenizer else group.eos_token_ids
+            self._scheduler = self._make_scheduler(group, tuple(eos))
+            self._driver = Driver(
+                self._group,
+                self._scheduler,
+                self.config.step_timeout,
+                self.config.integrity_interval,
+                self._handle_outputs,
+                self._on_failure,
+            )
+        except BaseException:
+            self._release_ray()
+            raise
+        timeline.finish()
+        effective = self.config.model_copy(
+            update={
+                "model": str(path),
+                "served_model_name": self.config.served_model_name or served_name(self.config.model),
+                "device": device,
+                "dtype": group.dtype,
+                "num_pages": group.num_pages,
+                "max_seq_len": group.max_seq_len,
+            }
+        )
+        self.info = EngineInfo(effective, path, group.vocab_size, tuple(eos), group.ranks, timeline.seconds)
+        self._driver.start()
+        self._log_start(timeline)
+        return self.info
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why the engine cannot serve, or None."""
+        return self._driver.failure if self._driver is not None else None
+
+    def validate(self, request: Request) -> None:
+        """Raises InvalidRequestError if `request` could never run here."""
+        ids = request.prompt_ids
+        if len(ids) and int(ids.max()) >= self.info.vocab_size:
+            raise InvalidRequestError(
+                f"prompt token id {int(ids.max())} is outside the model's vocabulary of {self.info.vocab_size}",
+                "prompt",
+            )
+        try:
+            self._scheduler.validate(request)
+        except InvalidRequest as error:
+            raise InvalidRequestError(str(error)) from error
+
+    def submit(self, request: Request) -> None:
+        """Queue a request, whose id must be unique among unfinished ones. Outputs arrive through `on_outputs`.
+
+        Raises:
+            InvalidRequestError: the request is wrong. OverloadedError: the queue is full.
+            EngineDeadError, EngineClosedError: the engine serves no more.
+        """
+        self._check_serving()
+        self.validate(request)
+        with self._lock:
+            room = self.config.max_running_requests + self.config.max_queued_requests
+            if self._unfinished >= room:
+                raise OverloadedError(f"{self._unfinished} requests are running or waiting, the limit is {room}")
+            self._unfinished += 1
+        self._driver.post(partial(self._add, request))
+
+    def abort(self, request_id: int) -> None:
+        """End a request early; its finish (ABORT) arrives like any other. An unknown id is ignored."""
+        if self._driver is not None:
+            self._driver.post(partial(self._scheduler.abort, request_id))
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the scheduler and the transport, as of the driver loop's current turn. Empty once it ended."""
+        if self._driver is None or not self._driver.is_alive():
+            return {}
+        answer: Future[dict[str, Any]] = Future()
+        self._driver.post(lambda: answer.set_result(self._read_stats()))
+        try:
+            return answer.result(_STATS_TIMEOUT)
+        except TimeoutError:
+            return {}
+
+    @property
+    def last_progress(self) -> float:
+        """`time.monotonic()` of the last answered step or idle probe (one every few seconds)."""
+        return self._driver.last_progress
+
+    def shutdown(self) -> None:
+        """End the ranks, and Ray if this engine started it. Unfinished requests fail. Safe to call twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._driver is not None:
+            self._driver.close()
+        self._release_ray()
+
+    # -- in the driver's thread ------------------------------------------------------------------------------------
+
+    def _add(self, request: Request) -> None:
+        try:
+            self._scheduler.add(request)
+        except InvalidRequest as error:  # such as an id that is in use
+            failed = [(request.request_id, FinishReason.ERROR, 0)]
+            self._handle_outputs(StepOutputs.of_finished(failed, {request.request_id: str(error)}))
+
+    def _handle_outputs(self, outputs: StepOutputs) -> None:
+        finished = int(np.count_nonzero(outputs.finish))
+        if finished:
+            with self._lock:
+                self._unfinished -= finished
+        self._on_outputs(outputs)
+
+    def _read_stats(self) -> dict[str, Any]:
+        return asdict(self._scheduler.stats()) | {
+            "in_flight": self._scheduler.num_in_flight,
+            "strangers": self._group.strangers,
+        }
+
+    # -- start and end ---------------------------------------------------------------------------------------------
+
+    def _choose_device(self) -> str:
+        gpus = ray.cluster_resources().get("GPU", 0)
+        if self.config.device == "auto":
+            return "cuda" if gpus else "cpu"
+        return self.config.device
+
+    def _group_config(self, path: Path, device: str) -> GroupConfig:
+        config = self.config
+        share = config.gpus_per_rank
+        shares_card = device == "cuda" and share < 1
+        worker = WorkerConfig(
+            model_path=str(path),
+            load_format=config.load_format,
+            tp_size=config.tp_size,
+            device=device,
+            dtype=config.dtype,
+            page_size=config.page_size,
+            num_pages=config.num_pages,
+            max_running_requests=config.max_running_requests,
+            max_seq_len=config.max_seq_len,
+            max_step_tokens=config.max_step_tokens,
+            kv_layout=config.kv_layout,
+            memory_utilization=config.gpu_memory_utilization * (share if shares_card else 1.0),
+            # gloo's collectives run on the host and cannot be captured
+            use_graphs=not (shares_card and config.tp_size > 1),
+        )
+        return GroupConfig(
+            worker=worker,
+            resources={"GPU": share} if device == "cuda" else {"CPU": 1.0},
+            backend="nccl" if device == "cuda" and not shares_card else "gloo",
+            placement_timeout=config.placement_timeout,
+            start_timeout=config.start_timeout,
+            step_timeout=config.step_timeout,
+            may_grow=self._runtime.may_grow,
+        )
+
+    def _make_scheduler(self, group: GroupInfo, eos_token_ids: tuple[int, ...]) -> Scheduler:
+        config = self.config
+        try:
+            settings = SchedulerConfig(
+                num_pages=group.num_pages,
+                page_size=config.page_size,
+                max_running_requests=config.max_running_requests,
+                max_seq_len=group.max_seq_len,
+                max_step_tokens=config.max_step_tokens,
+                cache_type=config.cache_type,
+                overlap_depth=config.overlap_depth,
+                eos_token_ids=eos_token_ids,
+                pad_sizes=group.graph_sizes,
+            )
+            return Scheduler(settings)
+        except ValueError as error:
+            self._group.stop()
+            raise ConfigError(str(error)) from error
+
+    @staticmethod
+    def _load_tokenizer(path: Path) -> Tokenizer | None:
+        """None for a checkpoint without tokenizer files: it serves token ids."""
+        try:
+            return Tokenizer(path)
+        except ModelLoadError as error:
+            logger.warning("no text, token ids only: %s", error)
+            return None
+
+    def _log_start(self, timeline: Timeline) -> None:
+        logger.info("ready: %s", timeline)
+        settings = self.info.config.model_dump()
+        logger.info("settings: %s", ", ".join(f"{name}={value}" for name, value in settings.items()))
+        for number, rank in enumerate(self.info.ranks):
+            where = f"GPU {','.join(rank.gpu_ids)}" if rank.gpu_ids else "CPU"
+            logger.info("rank %d: node %s, pid %d, %s", number, rank.node_ip, rank.pid, where)
+
+    def _check_serving(self) -> None:
+        if self._closed or self._driver is None:
+            raise EngineClosedError("the engine is not running")
+        if self._driver.failure is not None:
+            raise self._driver.failure
+
+    def _release_ray(self) -> None:
+        if self._runtime is not None:
+            self._runtime.close()
+            self._runtime = None

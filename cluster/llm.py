@@ -1,0 +1,315 @@
+"""`LLM`: offline generation with an engine of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cluster.config import EngineConfig
+from cluster.detokenizer import IncrementalDetokenizer
+from cluster.engine import Engine, EngineInfo
+from cluster.errors import EngineClosedError, EngineError, InvalidRequestError, OverloadedError
+from cluster.progress import Progress, no_progress
+from cluster.tokenizer import Tokenizer
+from scheduler.outputs import FinishReason, StepOutputs
+from scheduler.request import InvalidRequest, Request
+from scheduler.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int]
+
+_WAIT = 1.0  # between looks at the engine's health, should its thread have ended without a word
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """One finished request.
+
+    token_ids       generated ids; a stop token is the last of them, and not part of `text`
+    text            their text up to a stop string; empty for a model without tokenizer
+    finish_reason   "stop", "length", or "error" (then `error` says why)
+    cached_tokens   prompt tokens that were found in the prefix cache
+    """
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    cached_tokens: int
+    error: str | None = None
+
+
+class LLM:
+    """Loads a model onto `tp_size` worker actors and generates for lists of prompts.
+
+    A context manager; `shutdown` ends the workers, and so does the end of the process. `generate` may be called from
+    several threads, which take turns.
+
+    Args:
+        model: local directory or hub id; None for the default model.
+        progress: called with each start-up phase and its share done.
+        config: further settings of `EngineConfig`.
+
+    Raises:
+        ConfigError, ModelLoadError, StartupError: see `Engine.start`.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        tp_size: int = 1,
+        device: str = "auto",
+        dtype: str = "auto",
+        page_size: int = 16,
+        *,
+        progress: Progress = no_progress,
+        **config: Any,
+    ) -> None:
+        settings = {"model": model, "tp_size": tp_size, "device": device, "dtype": dtype, "page_size": page_size}
+        requested = EngineConfig.parse(settings | config)
+        self._arrivals: queue.SimpleQueue[StepOutputs | EngineError] = queue.SimpleQueue()
+        self._turn = threading.Lock()
+        self._next_id = 0
+        engine = Engine(requested, self._arrivals.put, self._arrivals.put)
+        engine.start(progress)
+        self._engine = engine
+        self._at_exit = weakref.finalize(self, engine.shutdown)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises InvalidRequestError for a checkpoint that has none."""
+        if self._engine.tokenizer is None:
+            raise InvalidRequestError("this checkpoint has no tokenizer: prompts must be lists of token ids", "prompts")
+        return self._engine.tokenizer
+
+    @property
+    def info(self) -> EngineInfo:
+        """Effective settings, vocabulary, ranks, start-up times."""
+        return self._engine.info
+
+    @property
+    def config(self) -> EngineConfig:
+        """The effective settings."""
+        return self._engine.info.config
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, see `Engine.stats`."""
+        return self._engine.stats()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate for every prompt (a text or a list of token ids); outputs are in the order of the prompts.
+
+        One `SamplingParams` serves all prompts, a list must have one for each. Without `max_tokens` a request may fill
+        `max_seq_len`; without `seed` each gets a random one. `progress` shows a bar if stderr is a terminal.
+
+        Raises:
+            InvalidRequestError: a prompt or its parameters are wrong; names its index. Nothing was run then.
+            EngineDeadError, EngineClosedError: the engine cannot go on.
+        """
+        with self._turn:
+            streams = self._make_streams(_as_list(prompts), sampling_params)
+            with _progress_bar(len(streams), shown=progress) as bar:
+                self._run(streams, bar)
+        return [stream.output() for stream in streams]
+
+    def shutdown(self) -> None:
+        """End the workers. Safe to call twice."""
+        self._at_exit()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    def _make_streams(
+        self, prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Stream]:
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise InvalidRequestError(
+                f"{len(prompts)} prompts, but {len(sampling_params)} sampling_params: give one for all or one for each",
+                "sampling_params",
+            )
+        streams = []
+        for index, (prompt, sampling) in enumerate(zip(prompts, sampling_params, strict=True)):
+            try:
+                streams.append(self._make_stream(prompt, sampling))
+            except (InvalidRequestError, InvalidRequest) as error:
+                where = f"prompt {index}: " if len(prompts) > 1 else ""
+                raise InvalidRequestError(f"{where}{error}", getattr(error, "param", None)) from error
+        return streams
+
+    def _make_stream(self, prompt: Prompt, sampling: SamplingParams) -> Stream:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        fixed = fix_sampling(sampling, len(ids), self.info.max_seq_len)
+        request = Request(self._next_id, np.asarray(ids), fixed)
+        self._engine.validate(request)
+        detokenizer = None
+        if self._engine.tokenizer is not None:
+            ends = () if fixed.ignore_eos else self.info.eos_token_ids
+            detokenizer = IncrementalDetokenizer(
+                self._engine.tokenizer, fixed.stop, stop_token_ids={*ends, *fixed.stop_token_ids}, continues_text=True
+            )
+        elif fixed.stop:
+            raise InvalidRequestError("stop strings need a tokenizer, which this checkpoint lacks", "stop")
+        self._next_id += 1
+        return Stream(request, detokenizer)
+
+    def _run(self, streams: list[Stream], bar: ProgressBar) -> None:
+        waiting = deque(streams)
+        running: dict[int, Stream] = {}
+        try:
+            while waiting or running:
+                self._submit(waiting, running)
+                arrival = self._next_arrival()
+                if isinstance(arrival, EngineError):
+                    raise arrival
+                self._take(arrival, running, bar)
+        except BaseException:  # Ctrl-C included: leave nothing running behind the caller's back
+            for request_id in running:
+                self._engine.abort(request_id)
+            raise
+
+    def _submit(self, waiting: deque[Stream], running: dict[int, Stream]) -> None:
+        """Submit what the queue takes; the rest follows as requests finish."""
+        while waiting:
+            stream = waiting[0]
+            try:
+                self._engine.submit(stream.request)
+            except OverloadedError:
+                return
+            running[stream.request.request_id] = waiting.popleft()
+
+    def _next_arrival(self) -> StepOutputs | EngineError:
+        while True:
+            try:
+                return self._arrivals.get(timeout=_WAIT)
+            except queue.Empty:
+                if not self._at_exit.alive:
+                    raise EngineClosedError("the engine was shut down") from None
+                if self._engine.failure is not None and self._arrivals.empty():
+                    raise self._engine.failure from None
+
+    def _take(self, outputs: StepOutputs, running: dict[int, Stream], bar: ProgressBar) -> None:
+        columns = (outputs.request_ids, outputs.tokens, outputs.finish, outputs.cached_tokens)
+        for request_id, token, finish, cached in zip(*(column.tolist() for column in columns), strict=True):
+            stream = running.get(request_id)
+            if stream is None:  # aborted: by its stop string, or by Ctrl-C in an earlier call
+                continue
+            stream.cached_tokens = cached
+            if token >= 0:
+                stream.token_ids.append(token)
+                if stream.stops_at_text(token):
+                    self._engine.abort(request_id)
+                    finish = FinishReason.STOP
+            if finish != FinishReason.NONE:
+                stream.finish = FinishReason(finish)
+                stream.error = outputs.errors.get(request_id)
+                bar.finished(len(stream.token_ids))
+                del running[request_id]
+
+
+class Stream:
+    """One request on its way. Its text is made at the end, or token by token if a stop string may end it."""
+
+    def __init__(self, request: Request, detokenizer: IncrementalDetokenizer | None) -> None:
+        self.request = request
+        self.token_ids: list[int] = []
+        self.cached_tokens = 0
+        self.finish = FinishReason.NONE
+        self.error: str | None = None
+        self._detokenizer = detokenizer
+        self._watches = bool(request.sampling.stop)
+        self._text = ""
+
+    def stops_at_text(self, token: int) -> bool:
+        """True if `token` completes a stop string."""
+        if not self._watches:
+            return False
+        delta = self._detokenizer.add([token])
+        self._text += delta.text
+        return delta.stopped
+
+    def output(self) -> RequestOutput:
+        text = self._text
+        if self._detokenizer is not None:
+            text += self._detokenizer.add([] if self._watches else self.token_ids, finished=True).text
+        return RequestOutput(
+            prompt_token_ids=self.request.prompt_ids.tolist(),
+            token_ids=self.token_ids,
+            text=text,
+            finish_reason=self.finish.name.lower(),
+            cached_tokens=self.cached_tokens,
+            error=self.error,
+        )
+
+
+def fix_sampling(sampling: SamplingParams, prompt_len: int, max_seq_len: int) -> SamplingParams:
+    """`sampling` with `max_tokens` (None: up to `max_seq_len`) and `seed` (None: a random one) filled in."""
+    missing: dict[str, int] = {}
+    if sampling.max_tokens is None:
+        missing["max_tokens"] = max(max_seq_len - prompt_len, 0)
+    if sampling.seed is None:
+        missing["seed"] = secrets.randbits(63)
+    return sampling.model_copy(update=missing) if missing else sampling
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt, text or ids, is a list of one."""
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], (int, np.integer))):
+        return [prompts]
+    return list(prompts)
+
+
+class ProgressBar:
+    """Counts finished requests and their tokens; shows nothing."""
+
+    def finished(self, tokens: int) -> None:
+        """One more request has finished, with so many tokens."""
+
+
+class RichProgressBar(ProgressBar):
+    """Shows them on a terminal."""
+
+    def __init__(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn as Bar
+        from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (Bar(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeElapsedColumn())
+        self.display = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self.display.add_task("", total=total, rate="")
+        self._tokens = 0
+        self._start = time.monotonic()
+
+    def finished(self, tokens: int) -> None:
+        self._tokens += tokens
+        rate = self._tokens / max(time.monotonic() - self._start, 1e-6)
+        self.display.update(self._task, advance=1, rate=f"{rate:.0f} tok/s")
+
+
+@contextlib.contextmanager
+def _progress_bar(total: int, shown: bool) -> Iterator[ProgressBar]:
+    if not shown or not sys.stderr.isatty():
+        yield ProgressBar()
+        return
+    bar = RichProgressBar(total)
+    with bar.display:
+        yield bar
