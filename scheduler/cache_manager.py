@@ -1,0 +1,201 @@
+"""Where pages change hands: free list, prefix cache, rows, quarantine.
+
+::
+
+    allocate_paged          cache_req (planned prefill)        cache_req(finished=True)
+    free ------------> row's private pages ------------> tree <---- full pages of known tokens
+      ^                      |        |                    |
+      |                      |        +-- duplicates, tail -----> free (the row's last plan has returned)
+      |                      +-- adopt: a twin was faster ------> quarantine --> free
+      +------------------------------- evict --------------------+
+
+A row's first `handle.cached_len` tokens lie in pages of the tree, locked by the handle; all its later pages are its
+own. A page that a planned step may still use is never freed: finished rows are given back after their last plan has
+returned, and single pages wait in the quarantine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvcache import CacheHandle, IntegrityError, MatchResult, PageAllocator, create_prefix_cache
+from scheduler.request import Req
+from scheduler.row_state import RowState
+
+
+class CacheManager:
+    """Pages of one pool. `rows` holds the page table; `cache_type` is a name that `create_prefix_cache` knows."""
+
+    def __init__(self, num_pages: int, page_size: int, cache_type: str, rows: RowState) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.rows = rows
+        self.prefix_cache = create_prefix_cache(cache_type, page_size)
+        self.allocator = PageAllocator(num_pages, page_size)
+        self.insertions = 0  # grows whenever something enters the tree
+        self._quarantine: deque[tuple[int, np.ndarray]] = deque()  # (last plan that uses them, page starts)
+
+    @property
+    def free_pages(self) -> int:
+        return self.allocator.free_pages
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that `allocate_paged` can hand out: free or evictable."""
+        return self.allocator.free_pages + self.prefix_cache.size_info.evictable_size // self.page_size
+
+    @property
+    def available_size(self) -> int:
+        """`available_pages` in tokens."""
+        return self.available_pages * self.page_size
+
+    @property
+    def free_slots(self) -> np.ndarray:
+        """First slots of the free pages, next to be handed out first (a copy)."""
+        return self.allocator.free_page_starts
+
+    @property
+    def quarantined_pages(self) -> int:
+        return sum(len(pages) for _, pages in self._quarantine)
+
+    def match_req(self, req: Req) -> MatchResult:
+        """Longest cached prefix of the request's known tokens but the last, which must be computed (R1).
+
+        Goes on from the request's handle, if it holds one. Nothing is locked yet.
+        """
+        return self.prefix_cache.match_prefix(req.input_ids[:-1], req.handle)
+
+    def lock(self, handle: CacheHandle) -> None:
+        self.prefix_cache.lock_handle(handle)
+
+    def unlock(self, handle: CacheHandle) -> None:
+        self.prefix_cache.lock_handle(handle, unlock=True)
+
+    def allocate_paged(self, num_pages: int) -> np.ndarray:
+        """int32[num_pages]: first slots of pages, evicting what is missing. Needs `num_pages <= available_pages`."""
+        missing = num_pages - self.allocator.free_pages
+        if missing > 0:
+            self.allocator.free(self.prefix_cache.evict(missing * self.page_size)[:: self.page_size])
+        return self.allocator.allocate(num_pages)
+
+    def adopt(self, req: Req, match: MatchResult) -> int:
+        """Let a row go on from a longer cached prefix; returns the tokens gained.
+
+        `match` must be locked, which is the row's lock from now on, and reach beyond `cached_len` or the row be new.
+        Its own partial page, if a chunk ended inside one, is replaced by the tree's and waits in quarantine for the
+        row's last plan.
+        """
+        rows, row, size = self.rows, req.table_idx, self.page_size
+        old, new = req.handle, match.handle
+        first = 0
+        if old is not None:
+            self.unlock(old)
+            first = old.cached_len // size
+        last, held = new.cached_len // size, rows.num_pages(row)
+        if held > first:
+            self.quarantine(rows.page_table[row, first:held].copy(), int(rows.last_plan[row]))
+        rows.page_table[row, first:last] = match.indices[::size]
+        gained = new.cached_len - int(rows.cached_len[row])
+        rows.cached_len[row] = new.cached_len
+        req.handle = new
+        req.sent_pages = min(req.sent_pages, first)
+        return gained
+
+    def cache_req(self, req: Req, finished: bool = False) -> None:
+        """Bring a row's full pages into the tree.
+
+        Planned prefill (`finished=False`): everything up to `cached_len`; the lock moves to the longer prefix.
+        `finished=True`: whatever is both stored and known enters the tree, the lock is dropped, and every page that
+        the tree did not take (a twin was there first, or the page is not full) is freed. No planned step may still
+        use the row.
+        """
+        rows, row, size, held = self.rows, req.table_idx, self.page_size, req.handle
+        stored = int(rows.cached_len[row])
+        if not finished:
+            self._cache_planned(req, held, stored - stored % size)
+            return
+        num_pages = rows.num_pages(row)
+        stored = min(stored, int(rows.known_len[row]))
+        start, end = held.cached_len, stored - stored % size
+        kept_from = kept_to = start
+        if end > start:
+            inserted = self.prefix_cache.insert_prefix(rows.tokens[row, :end], rows.slots(row, start, end), held)
+            kept_from, kept_to = max(start, inserted.cached_len), inserted.handle.cached_len
+            self.insertions += 1
+        self.unlock(held)
+        req.handle = None
+        pages = rows.page_table[row]
+        if kept_to <= kept_from:
+            self.allocator.free(pages[start // size : num_pages])
+        else:
+            self.allocator.free(pages[start // size : kept_from // size])
+            self.allocator.free(pages[kept_to // size : num_pages])
+        rows.cached_len[row] = 0
+
+    def _cache_planned(self, req: Req, held: CacheHandle, end: int) -> None:
+        if end <= held.cached_len:
+            return
+        row = req.table_idx
+        slots = self.rows.slots(row, held.cached_len, end)
+        inserted = self.prefix_cache.insert_prefix(self.rows.tokens[row, :end], slots, held)
+        self.insertions += 1
+        # A twin may have inserted the prompt's last page, which no match covers (R1): the row keeps its own copy,
+        # which is freed as a duplicate when it finishes (R3).
+        if inserted.cached_len <= held.cached_len < inserted.handle.cached_len:
+            self.lock(inserted.handle)
+            self.unlock(held)
+            req.handle = inserted.handle
+        else:
+            assert inserted.handle.cached_len <= max(inserted.cached_len, held.cached_len), "a page half owned"
+
+    def quarantine(self, page_starts: np.ndarray, last_plan: int) -> None:
+        """Free pages once plan `last_plan` has returned, and not while a plan is being made (R14)."""
+        self._quarantine.append((last_plan, page_starts))
+
+    def release_quarantine(self, returned_plan: int) -> None:
+        """Free what only plans up to `returned_plan` use. Call between plans."""
+        for _ in range(len(self._quarantine)):
+            last_plan, pages = self._quarantine.popleft()
+            if last_plan <= returned_plan:
+                self.allocator.free(pages)
+            else:
+                self._quarantine.append((last_plan, pages))
+
+    def reset(self) -> None:
+        """Forget every page's owner: the workers are new."""
+        self.prefix_cache.reset()
+        self.allocator.reset()
+        self._quarantine.clear()
+
+    def check_integrity(self, reqs: Iterable[Req]) -> None:
+        """R10: every page is in exactly one place, and rows point at the tree's pages where they share.
+
+        `reqs`: all requests that have a row. Raises IntegrityError.
+        """
+        reqs = list(reqs)
+        rows, size = self.rows, self.page_size
+        self.allocator.check_integrity()
+        self.prefix_cache.check_integrity([req.handle for req in reqs])
+        owner = np.zeros(self.num_pages, dtype=np.int8)
+        groups = [("free list", self.free_slots), *(("quarantine", pages) for _, pages in self._quarantine)]
+        for req in reqs:
+            row, shared = req.table_idx, req.handle.cached_len
+            pages = rows.page_table[row, : rows.num_pages(row)]
+            groups.append((f"row {row} (request {req.request_id})", pages[shared // size :]))
+            match = self.prefix_cache.match_prefix(rows.tokens[row, :shared])  # a locked path: no trace is left
+            if match.handle.cached_len != shared or (match.indices[::size] != pages[: shared // size]).any():
+                raise IntegrityError(f"row {row} and the tree disagree on the pages of its first {shared} tokens")
+        groups.append(("tree", self.prefix_cache.page_starts()))
+        for name, starts in groups:
+            pages = starts // size
+            if owner[pages].any():
+                raise IntegrityError(f"{name}: page {int(pages[owner[pages] > 0][0])} has another owner as well")
+            np.add.at(owner, pages, 1)
+            if (owner[pages] > 1).any():
+                raise IntegrityError(f"{name} holds page {int(pages[owner[pages] > 1][0])} twice")
+        if not owner.all():
+            lost = np.flatnonzero(owner == 0)
+            raise IntegrityError(f"{len(lost)} pages have no owner, the first is {int(lost[0])}")

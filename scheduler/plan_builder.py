@@ -1,0 +1,104 @@
+"""Writes a step's entries into a plan buffer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from scheduler.config import SchedulerConfig
+from scheduler.decode import DecodeBatch, DecodeEntries
+from scheduler.prefill import Chunk
+from scheduler.row_state import RowState
+from scheduler.step import S, StepPlan, StepPlanWriter
+
+NO_ROWS = np.empty(0, dtype=np.int64)
+
+
+class PlanBuilder:
+    """Turns decode entries and prefill chunks into a sealed `StepPlan`."""
+
+    def __init__(self, config: SchedulerConfig, rows: RowState) -> None:
+        # One buffer more than the plans whose memory callers may still read.
+        self._writer = StepPlanWriter(config.overlap_depth + 3)
+        self._rows = rows
+        self._page_size = config.page_size
+        self._pad_sizes = np.array(sorted(config.pad_sizes), dtype=np.int64)
+        self._dummy_row = config.max_running_requests
+        self._dummy_slot = config.num_pages * config.page_size
+        self._identity = np.arange(config.max_running_requests + int(self._pad_sizes[-1:].sum()) + 1, dtype=np.int32)
+
+    def build(
+        self, step_id: int, decode: DecodeBatch, entries: DecodeEntries, chunks: list[Chunk]
+    ) -> tuple[StepPlan, np.ndarray]:
+        """The plan, and the decode rows whose last token it computes. Advances the decode rows."""
+        decodes = len(entries.rows)
+        num_rows, crossing = decodes + len(chunks), len(entries.crossing)
+        padded_rows = num_rows if chunks else self._padded(num_rows)
+        tokens, counts = decodes, {}
+        samples = decodes
+        if chunks:
+            runs = sum(chunk.end - chunk.start for chunk in chunks)
+            tokens += runs
+            samples += sum(chunk.samples for chunk in chunks)
+            admitted = [chunk for chunk in chunks if chunk.first]
+            suppressed = [chunk.req for chunk in admitted if chunk.req.suppress_until]
+            counts = {
+                "token_runs": len(chunks), "run_tokens": runs, "sampling": len(admitted),
+                "suppress_runs": len(suppressed), "suppress_ids": sum(len(req.stop_ids) for req in suppressed),
+            }  # fmt: skip
+        plan = self._writer.begin(
+            step_id=step_id, num_rows=num_rows, num_decode=decodes, num_samples=samples, num_tokens=tokens,
+            padded_rows=padded_rows, padded_tokens=tokens + padded_rows - num_rows,
+            page_deltas=crossing + sum(chunk.page_to - chunk.page_from for chunk in chunks), **counts,
+        )  # fmt: skip
+        finished = NO_ROWS
+        if decodes:
+            plan.rows[:decodes] = entries.rows
+            plan.cached_len[:decodes] = entries.cached_len
+            finished = decode.advance(entries, plan.out_loc[:decodes], plan.device_len[:decodes])
+            if crossing:
+                deltas = plan.page_deltas[:crossing]
+                deltas[:, 0] = entries.rows[entries.crossing]
+                deltas[:, 1] = entries.cached_len[entries.crossing]
+                deltas[:, 2] = entries.pages
+        plan.sample[:] = self._identity[:padded_rows]
+        if chunks:
+            self._write_chunks(plan, chunks, decodes, crossing)
+            self._write_admissions(plan, admitted, suppressed)
+        if padded_rows > num_rows:
+            plan.rows[num_rows:] = self._dummy_row
+            plan.cached_len[num_rows:] = 0
+            plan.device_len[num_rows:] = 1
+            plan.out_loc[tokens:] = self._dummy_slot
+        return plan.seal(), finished
+
+    def _padded(self, num_rows: int) -> int:
+        if not len(self._pad_sizes) or num_rows > self._pad_sizes[-1]:
+            return num_rows
+        return int(self._pad_sizes[np.searchsorted(self._pad_sizes, num_rows)])
+
+    def _write_chunks(self, plan: StepPlan, chunks: list[Chunk], decodes: int, delta: int) -> None:
+        table, tokens = self._rows.page_table, self._rows.tokens
+        spans = np.array([(chunk.req.table_idx, chunk.start, chunk.end) for chunk in chunks], dtype=np.int32)
+        plan.rows[decodes:], plan.cached_len[decodes:], plan.device_len[decodes:] = spans.T
+        plan.token_runs[:, :2] = spans[:, :2]
+        plan.token_runs[:, 2] = spans[:, 2] - spans[:, 1]
+        np.concatenate([chunk.slots for chunk in chunks], out=plan.out_loc[decodes:])
+        np.concatenate([tokens[row, start:end] for row, start, end in spans.tolist()], out=plan.run_tokens)
+        sampled = [i for i, chunk in enumerate(chunks, decodes) if chunk.samples]
+        plan.sample[decodes : decodes + len(sampled)] = sampled
+        news = [chunk for chunk in chunks if chunk.page_to > chunk.page_from]
+        if news:
+            deltas = plan.page_deltas[delta:]
+            counts = np.array([chunk.page_to - chunk.page_from for chunk in news])
+            firsts = np.array([chunk.page_from for chunk in news]) - (np.cumsum(counts) - counts)
+            deltas[:, 0] = np.repeat(np.array([chunk.req.table_idx for chunk in news]), counts)
+            deltas[:, 1] = (np.arange(len(deltas)) + np.repeat(firsts, counts)) * self._page_size
+            deltas[:, 2] = np.concatenate([table[c.req.table_idx, c.page_from : c.page_to] for c in news])
+
+    def _write_admissions(self, plan: StepPlan, admitted: list[Chunk], suppressed: list) -> None:
+        if admitted:
+            np.stack([chunk.req.sampling_words for chunk in admitted], out=plan.sampling)
+            plan.sampling[:, S.ROW] = [chunk.req.table_idx for chunk in admitted]
+        if suppressed:
+            plan.suppress_runs[:] = [(req.table_idx, req.suppress_until, len(req.stop_ids)) for req in suppressed]
+            np.concatenate([np.array(req.stop_ids, dtype=np.int32) for req in suppressed], out=plan.suppress_ids)

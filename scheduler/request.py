@@ -1,0 +1,171 @@
+"""Requests: what a caller submits (`Request`), and the scheduler's own record of one (`Req`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from kvcache.base import CacheHandle
+from scheduler.config import SchedulerConfig
+from scheduler.outputs import FinishReason
+from scheduler.row_state import RowState
+from scheduler.sampling_params import SamplingParams
+from scheduler.step import SAMPLING_WORDS, pack_sampling
+
+
+class InvalidRequest(ValueError):
+    """A request that cannot be served as it is; the message names the value, the limit and a way out."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request as submitted.
+
+    Args:
+        request_id: the caller's number for it, unique among unfinished requests.
+        prompt_ids: int32[n] (other integer sequences are converted). Holds the prompt and, when a request is resumed,
+            the tokens it generated before.
+        sampling: with `max_tokens` and `seed` filled in.
+        priority: larger goes first under the priority policy.
+        user: key of the fair-share policy.
+        prompt_len: tokens of the prompt proper, from which `max_tokens` and `min_tokens` count; default all.
+    """
+
+    request_id: int
+    prompt_ids: np.ndarray
+    sampling: SamplingParams
+    priority: int = 0
+    user: str | None = None
+    prompt_len: int | None = None
+
+    def __post_init__(self) -> None:
+        ids = np.asarray(self.prompt_ids)
+        if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+            raise InvalidRequest(f"prompt must be a flat list of token ids, got shape {ids.shape} of {ids.dtype}")
+        if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= 2**31):
+            raise InvalidRequest(f"prompt token ids must lie in 0..2^31-1, got {ids.min()}..{ids.max()}")
+        self.prompt_ids = np.ascontiguousarray(ids, dtype=np.int32)
+        if self.prompt_len is None:
+            self.prompt_len = len(ids)
+
+
+class ReqState(IntEnum):
+    """Where a request is. Only PREFILL and DECODE are planned; the rest with a row wait for results in flight."""
+
+    WAITING = 0
+    PREFILL = 1
+    DECODE = 2
+    LAST = 3  # its last token is planned: it needs no more steps
+    PREEMPTED = 4  # gives its row back when its results have returned, then waits again
+    ENDED = 5  # its finish was reported
+
+
+class Req:
+    """A request inside the scheduler: cold fields here, hot ones in its row's arrays, of which this is a view."""
+
+    __slots__ = (
+        "cached_prompt", "end_len", "handle", "ids", "passed_over", "prompt_len", "request",
+        "rows", "sampling_words", "sent_pages", "seq", "state", "stop_ids", "table_idx",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, seq: int, rows: RowState, eos_token_ids: tuple[int, ...]) -> None:
+        sampling = request.sampling
+        self.request = request
+        self.seq = seq  # place in line: arrival order, kept for life
+        self.rows = rows
+        self.state = ReqState.WAITING
+        self.table_idx = -1
+        self.ids = request.prompt_ids  # known tokens while it has no row
+        self.prompt_len = request.prompt_len
+        self.end_len = request.prompt_len + sampling.max_tokens
+        self.stop_ids = (() if sampling.ignore_eos else eos_token_ids) + tuple(sampling.stop_token_ids)
+        self.cached_prompt = -1  # prompt tokens found in the cache at first admission
+        self.handle: CacheHandle | None = None  # locked while it has a row
+        self.sent_pages = 0  # pages of the row that the workers' page table knows
+        self.passed_over = 0  # younger requests that were admitted before it
+        self.sampling_words = np.empty(SAMPLING_WORDS, dtype=np.int32)
+        pack_sampling(
+            self.sampling_words, row=0, temperature=sampling.temperature, top_p=sampling.top_p, min_p=sampling.min_p,
+            top_k=max(sampling.top_k, 0), seed=sampling.seed, prompt_len=request.prompt_len,
+        )  # fmt: skip
+
+    @property
+    def suppress_until(self) -> int:
+        """Positions before this one must not get a stop token; 0: no such limit."""
+        min_tokens = self.request.sampling.min_tokens
+        return self.prompt_len + min_tokens if min_tokens and self.stop_ids else 0
+
+    @property
+    def request_id(self) -> int:
+        return self.request.request_id
+
+    @property
+    def cached_len(self) -> int:
+        """Tokens whose K/V is stored, or will be by the steps planned so far."""
+        return int(self.rows.cached_len[self.table_idx])
+
+    @property
+    def device_len(self) -> int:
+        """Tokens that exist after the next step's input, were it to take all of them."""
+        return int(self.rows.device_len[self.table_idx])
+
+    @property
+    def extend_len(self) -> int:
+        return self.device_len - self.cached_len
+
+    @property
+    def known_len(self) -> int:
+        """Tokens the driver knows: prompt and returned results."""
+        return len(self.ids) if self.table_idx < 0 else int(self.rows.known_len[self.table_idx])
+
+    @property
+    def input_ids(self) -> np.ndarray:
+        """int32[known_len]."""
+        return self.ids if self.table_idx < 0 else self.rows.tokens[self.table_idx, : self.known_len]
+
+    def finish_before_start(self) -> FinishReason:
+        """Whether a resumed request was in truth over: its last token was the last, or a stop token."""
+        generated = len(self.ids) - self.prompt_len
+        if generated > self.request.sampling.min_tokens and int(self.ids[-1]) in self.stop_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if generated and len(self.ids) >= self.end_len else FinishReason.NONE
+
+    def complete_one(self) -> None:
+        """All input up to `device_len` is planned, and one token is sampled."""
+        self.rows.cached_len[self.table_idx] = self.rows.device_len[self.table_idx]
+        self.rows.device_len[self.table_idx] += 1
+
+
+def check_request(request: Request, config: SchedulerConfig) -> None:
+    """Raises InvalidRequest if the request can never be served by a scheduler of this configuration."""
+    sampling, tokens, prompt_len = request.sampling, len(request.prompt_ids), request.prompt_len
+    if sampling.seed is None or sampling.max_tokens is None:
+        raise InvalidRequest("sampling.seed and sampling.max_tokens must be numbers when a request is scheduled")
+    if tokens == 0:
+        raise InvalidRequest("the prompt is empty; send at least one token")
+    if not 1 <= prompt_len <= tokens:
+        raise InvalidRequest(f"prompt_len {prompt_len} must lie in 1..{tokens}, the tokens given")
+    if tokens > prompt_len + sampling.max_tokens:
+        raise InvalidRequest(
+            f"a resumed request brings {tokens - prompt_len} generated tokens, more than its max_tokens "
+            f"{sampling.max_tokens}"
+        )
+    limit = config.max_seq_len
+    if prompt_len + 1 > limit:
+        raise InvalidRequest(
+            f"the prompt has {prompt_len} tokens; with one generated token it must fit in max_seq_len {limit}: "
+            f"shorten it to {limit - 1} tokens or raise max_seq_len"
+        )
+    if prompt_len + sampling.max_tokens > limit:
+        raise InvalidRequest(
+            f"prompt of {prompt_len} tokens and max_tokens {sampling.max_tokens} exceed max_seq_len {limit}: "
+            f"ask for at most {limit - prompt_len} tokens or raise max_seq_len"
+        )
+    pages = -(-tokens // config.page_size)
+    if pages > config.num_pages:
+        raise InvalidRequest(
+            f"the prompt of {tokens} tokens needs {pages} pages of {config.page_size} tokens, the KV cache has "
+            f"{config.num_pages}: shorten it to {config.num_pages * config.page_size} tokens or raise num_pages"
+        )
