@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import ray
 from ray import serve
 
 from cluster.config import EngineConfig
+from cluster.driver import PROBE_INTERVAL
 from cluster.engine import Engine
 from cluster.errors import EngineError, RaydixError
 from cluster.serve.errors import to_wire
@@ -25,6 +28,8 @@ from scheduler.request import Request
 from scheduler.sampling_params import SamplingParams
 
 logger = logging.getLogger("ray.serve")
+
+STALE_SECONDS = 3 * PROBE_INTERVAL
 
 
 @serve.deployment(
@@ -73,19 +78,24 @@ class EngineDeployment:
             return {"error": to_wire(error)}
 
     async def status(self) -> dict[str, Any]:
-        """`failure` (None while it serves) and the engine's counters."""
+        """`failure`: why the engine is lost, or None; `stalled`: why it is not ready, or None; and its counters."""
         failure = self._engine.failure
-        return {"failure": None if failure is None else str(failure), "stats": self._engine.stats()}
+        age = time.monotonic() - self._engine.last_progress  # of the last step, or of an idle engine's last probe
+        return {
+            "failure": None if failure is None else str(failure),
+            "stalled": f"no step has finished for {age:.0f} s" if age > STALE_SECONDS else None,
+            "stats": await asyncio.to_thread(self._engine.stats),
+        }
 
     async def info(self) -> dict[str, Any]:
-        """What an ingress must know about the model, and where the ranks are."""
+        """The effective settings under their names in `EngineConfig`, and what an ingress must know of the model."""
         info = self._engine.info
-        return {
-            "model_path": str(info.model_path),
-            "served_name": info.served_name,
+        return info.config.model_dump() | {
+            "model": str(info.model_path),
+            "served_model_name": info.served_name,
             "vocab_size": info.vocab_size,
-            "max_seq_len": info.max_seq_len,
-            "ranks": info.ranks,
+            "startup_seconds": info.startup_seconds,
+            "ranks": [asdict(rank) for rank in info.ranks],
         }
 
     def check_health(self) -> None:

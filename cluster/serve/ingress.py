@@ -72,11 +72,11 @@ class Ingress:
     async def _start(self) -> None:
         try:
             info = await self._engine.info.remote()
-            tokenizer = await asyncio.to_thread(Tokenizer, info["model_path"])
+            tokenizer = await asyncio.to_thread(Tokenizer, info["model"])
             await asyncio.to_thread(lambda: tokenizer.token_bytes)  # built on first use; not on the first request
             context = ray.get_runtime_context()
             self._service = Service(
-                model=info["served_name"],
+                model=info["served_model_name"],
                 max_seq_len=info["max_seq_len"],
                 engine=EngineClient(self._engine, tokenizer, context.get_node_id(), ray.util.get_node_ip_address()),
                 text=TextWorker(tokenizer, info["vocab_size"]),
@@ -125,10 +125,11 @@ class Ingress:
 
     @app.get("/ready")
     async def ready(self) -> dict[str, Any]:
-        """200 while the engine serves, else 503 with the reason."""
+        """200 while steps finish (an idle engine probes its ranks), else 503 with the reason."""
         status = await self._ready_service().engine.status()
-        if status["failure"] is not None:
-            raise EngineError(f"the engine has failed: {status['failure']}")
+        problem = status["failure"] or status["stalled"]
+        if problem is not None:
+            raise EngineError(f"the engine is not ready: {problem}")
         return {"status": "ready", "stats": status["stats"]}
 
     @app.get("/version")

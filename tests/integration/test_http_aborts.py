@@ -1,0 +1,136 @@
+"""Clients that leave, engines that die, queues that are full."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import threading
+import time
+
+import httpx
+import psutil
+import pytest
+
+from tests.integration.http_server import events, running_server, until
+
+LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server(max_running_requests=8, max_queued_requests=40) as server:
+        yield server
+
+
+def test_a_streaming_client_that_leaves_ends_its_request(server):
+    with server.client() as client, client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
+        stream = events(response)
+        for _ in range(3):
+            next(stream)
+        assert server.stats()["running"] == 1
+    assert until(lambda: server.stats()["running"] == 0, 5) < 1
+    server.wait_idle()
+
+
+def test_a_waiting_client_that_leaves_ends_its_request(server):
+    with pytest.raises(httpx.ReadTimeout), server.client(timeout=0.7) as client:
+        client.post("/v1/completions", json=LONG | {"n": 2})
+    assert until(lambda: server.stats()["running"] == 0, 5) < 1
+    server.wait_idle()
+
+
+def test_a_full_queue_is_429_with_retry_after(server):
+    async def flood():
+        async with httpx.AsyncClient(
+            base_url=server.url, timeout=60, limits=httpx.Limits(max_connections=80)
+        ) as client:
+            tasks = [asyncio.create_task(client.post("/v1/completions", json=LONG)) for _ in range(60)]
+            refused = []
+            for answer in asyncio.as_completed(tasks):
+                refused.append(await answer)
+                if len(refused) == 12:  # of 60, 48 fit
+                    break
+            for task in tasks:
+                task.cancel()
+            return refused
+
+    refused = asyncio.run(flood())
+    assert {answer.status_code for answer in refused} == {429}
+    assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+    assert refused[0].json()["error"]["type"] == "rate_limit_error"
+    server.wait_idle()
+
+
+def test_after_200_requests_with_random_aborts_every_page_is_back(server):
+    rng = random.Random(5)
+    total = server.wait_idle()["total_pages"]
+
+    async def request(client, number):
+        body = {
+            "prompt": "word " * rng.randint(1, 120) + str(number % 20),
+            "max_tokens": rng.randint(0, 40),
+            "ignore_eos": True,
+            "stream": rng.random() < 0.5,
+            "n": rng.choice([1, 1, 1, 2]),
+            "stop": rng.choice([None, "e"]),
+        }
+        leave = rng.random() * 1.5 if rng.random() < 0.6 else None
+
+        async def answer():
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                assert response.status_code == 200
+                return (await response.aread()).decode()
+
+        try:
+            return await asyncio.wait_for(answer(), leave)
+        except asyncio.TimeoutError:
+            return None
+
+    async def everyone():
+        limit = asyncio.Semaphore(20)
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+
+            async def one(number):
+                async with limit:
+                    return await request(client, number)
+
+            return await asyncio.gather(*(one(number) for number in range(200)))
+
+    answers = asyncio.run(everyone())
+    left = answers.count(None)
+    assert 20 < left < 180
+    assert not any('"error"' in answer for answer in answers if answer)
+    stats = server.wait_idle()
+    assert stats["free_pages"] + stats["cached_pages"] == total
+    health = server.get("/health").json()
+    assert (health["open_streams"], health["dropped_messages"]) == (0, 0)
+
+
+def test_a_killed_worker_ends_every_stream_with_an_error(server):
+    """Last in this file: it takes the engine down."""
+    info = server.engine.info.remote().result(timeout_s=10)
+    pids = [rank["pid"] for rank in info["ranks"]]
+    waiting: list[httpx.Response] = []
+    other = threading.Thread(target=lambda: waiting.append(server.post("/v1/completions", LONG)))
+    other.start()
+    with server.client() as client, client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
+        stream = events(response)
+        for _ in range(3):
+            next(stream)
+        os.kill(pids[0], signal.SIGKILL)
+        killed = time.monotonic()
+        *_, last = stream  # ends
+        assert time.monotonic() - killed < 5
+    error = json.loads(last)["error"]
+    assert (error["type"], error["code"]) == ("service_unavailable", "engine_dead")
+    other.join(timeout=5)
+    assert waiting[0].status_code == 503
+    assert waiting[0].json()["error"]["code"] == "engine_dead"
+    assert server.get("/ready").status_code == 503
+    assert server.get("/health").json()["open_streams"] == 0
+    assert server.post("/v1/completions", LONG).status_code == 503
+    assert time.monotonic() - killed < 10
+    until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 5)
