@@ -23,8 +23,8 @@ from worker.step_input import StepInput, hot_views, hot_words, sample_targets
 from worker.token_pool import TokenPool
 
 WARM_UP_RUNS = 2
-GREEDY = SamplingMode(noisy=False, num_filtered=0, wide=False, suppress=False)
-NOISY = SamplingMode(noisy=True, num_filtered=0, wide=False, suppress=False)
+GREEDY = SamplingMode(noisy=False, num_filtered=0, wide=False, wide_k=False, suppress=False)
+NOISY = SamplingMode(noisy=True, num_filtered=0, wide=False, wide_k=False, suppress=False)
 
 
 def decode_graph_sizes(max_running_requests: int, largest: int = 512) -> tuple[int, ...]:
@@ -60,7 +60,7 @@ class DecodeGraphs:
         largest = max(sizes)
         self._buffer = torch.zeros(hot_words(largest, largest), dtype=torch.int32, device=device.torch_device)
         self._tokens = torch.zeros(largest, dtype=torch.int32, device=device.torch_device)
-        self._logits: torch.Tensor | None = None
+        self._logits = torch.empty(largest, model.lm_head.local_size, dtype=model.ctx.dtype, device=device.torch_device)
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[int, _Captured] = {}
 
@@ -109,13 +109,9 @@ class DecodeGraphs:
     def _forward(self, size: int) -> None:
         batch = self._input.decode_batch(hot_views(self._buffer, size, size), self._max_seq_len)
         hidden = self._model(batch)
-        logits = self._model.compute_logits(hidden[batch.sample_index])
-        if self._logits is None:  # the first warm-up run, of the largest size: outside any capture
-            self._logits = torch.empty_like(logits)
-        self._logits[:size].copy_(logits)
+        self._model.compute_logits(hidden[batch.sample_index], out=self._logits[:size])
 
     def _sample(self, size: int, num_samples: int, mode: SamplingMode) -> None:
-        assert self._logits is not None
         rows, positions = sample_targets(hot_views(self._buffer, size, size), num_samples)
         tokens = self._sampler.sample(self._logits[:num_samples], rows, positions, mode)
         self._token_pool.scatter(rows, positions, tokens)

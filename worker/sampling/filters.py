@@ -9,29 +9,36 @@ largest down. A filter's outcome is one key per row, the *threshold*: tokens wit
 
 1. Each rank sends its best M keys and its shard's sum of exp (relative to its own maximum). Every rank merges them into
    the same list of the best M overall and cuts that (`cut_list`). With 0 < top_k <= M this is always the whole answer.
-2. Where the cut lies beyond the list (`CutList.complete` is false), `search_threshold` bisects over the key range with
-   summed counts and masses: a fixed number of rounds, so it runs in a graph and in step on all ranks.
+2. Where the cut lies beyond the list (`CutList.complete` is false), `search_threshold` finds the threshold key digit by
+   digit from histograms of counts and masses summed over the ranks: a fixed number of rounds, with no branch on what
+   is found, so ranks stay in step and nothing waits for the device.
 
 Masses are summed in float64: the cut must not depend on how the vocabulary was split.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from worker.parallel import TPGroup
 
+RADIX_BITS = 8
+RADIX = 1 << RADIX_BITS
+
 
 class OrderKeys:
-    """Converts (float32 value, id < vocab_size) to int64 order keys and back."""
+    """Converts (float32 value, id < vocab_size) to int64 order keys and back.
+
+    Keys plus `bias` lie in 0 .. 2 ** (RADIX_BITS * rounds) - 1.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self.id_bits = max(1, (vocab_size - 1).bit_length())
         self._id_mask = (1 << self.id_bits) - 1
-        self.rounds = 32 + self.id_bits
+        self.bias = 1 << (31 + self.id_bits)
+        self.rounds = -(-(32 + self.id_bits) // RADIX_BITS)
 
     def encode(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return (_sortable(values).long() << self.id_bits) | (self._id_mask - ids.long())
@@ -70,6 +77,10 @@ class CutList:
     complete: torch.Tensor
     best: torch.Tensor
     total: torch.Tensor
+
+    def take(self, rows: torch.Tensor) -> CutList:
+        """The list of some of the rows."""
+        return CutList(self.keys[rows], self.keep[rows], self.complete[rows], self.best[rows], self.total[rows])
 
 
 def cut_list(
@@ -112,37 +123,45 @@ def cut_list(
 
 
 def search_threshold(
-    keys: torch.Tensor, values: torch.Tensor, best: torch.Tensor, best_key: torch.Tensor,
-    top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor, order: OrderKeys, tp: TPGroup,
+    keys: torch.Tensor, values: torch.Tensor, cut: CutList, top_k: torch.Tensor, top_p: torch.Tensor,
+    min_p: torch.Tensor, wide_k: bool, order: OrderKeys, tp: TPGroup,
 ) -> torch.Tensor:  # fmt: skip
-    """The threshold key of each row, int64[F], by bisection over the whole sharded vocabulary.
+    """The threshold key of each row, int64[F], by radix selection over the whole sharded vocabulary.
 
-    `keys` and `values` are this rank's shard as in `cut_list`; `best` and `best_key` are the row's largest value and
-    key over all shards.
+    Arguments as in `cut_list`, with its result for the same rows; `wide_k` says whether some row's top_k lies beyond
+    the list (and within the vocabulary). A select is a fixed number of rounds; each sums one histogram over the ranks.
     """
-    lowest = order.floor(torch.full_like(best, -torch.inf))
-
-    def total(weights: torch.Tensor | None, threshold: torch.Tensor) -> torch.Tensor:
-        kept = keys >= threshold[:, None]
-        summed = kept.sum(1) if weights is None else torch.where(kept, weights, 0.0).sum(1, dtype=torch.float64)
-        return tp.all_reduce(summed)
-
-    count_cut = _bisect(lambda key: total(None, key) >= top_k, lowest, best_key, order.rounds)
-    mass = (values - best[:, None]).exp_()
-    target = torch.where(top_p < 1, top_p * total(mass, count_cut), torch.inf)
-    mass_cut = _bisect(lambda key: total(mass, torch.maximum(key, count_cut)) >= target, lowest, best_key, order.rounds)
-    share_cut = order.floor(best + min_p.log())
-    return torch.minimum(torch.stack((count_cut, mass_cut, share_cut)).amax(0), best_key)
+    lowest = order.floor(torch.full_like(cut.best, -torch.inf))
+    if wide_k:
+        count_cut = _select(keys, torch.ones_like(keys), top_k, order, tp)
+    else:
+        last = cut.keys.gather(1, (top_k - 1).clamp(max=cut.keys.shape[1] - 1)[:, None])[:, 0]
+        count_cut = torch.where(top_k <= cut.keys.shape[1], last, lowest)
+    mass = (values - cut.best[:, None]).exp_().double().masked_fill_(keys < count_cut[:, None], 0.0)
+    target = torch.where(top_p < 1, top_p * tp.all_reduce(mass.sum(1)), torch.inf)
+    mass_cut = _select(keys, mass, target, order, tp)
+    share_cut = order.floor(cut.best + min_p.log())
+    return torch.minimum(torch.stack((count_cut, mass_cut, share_cut)).amax(0), cut.keys[:, 0])
 
 
-def _bisect(
-    reached: Callable[[torch.Tensor], torch.Tensor], low: torch.Tensor, high: torch.Tensor, rounds: int
+def _select(
+    keys: torch.Tensor, weights: torch.Tensor, target: torch.Tensor, order: OrderKeys, tp: TPGroup
 ) -> torch.Tensor:
-    """The largest key in low .. high (int64[F]) at which the falling condition holds, or `low` where it never does."""
-    for _ in range(rounds):
-        middle = (low + high + 1) >> 1
-        good = reached(middle)
-        low = torch.where(good, middle, low)
-        high = torch.where(good, high, middle - 1)
-        high = torch.maximum(high, low)
-    return low
+    """The largest key whose tokens from there up weigh at least `target`, int64[F]; below all keys if none do.
+
+    Finds `RADIX_BITS` of the key a round, from the top, with a histogram of the tokens that share the bits found.
+    """
+    keys = keys + order.bias
+    prefix = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
+    above = torch.zeros(len(keys), dtype=weights.dtype, device=keys.device)
+    for shift in range((order.rounds - 1) * RADIX_BITS, -1, -RADIX_BITS):
+        shifted = keys >> shift
+        digit = shifted & (RADIX - 1)
+        matching = (shifted >> RADIX_BITS) == prefix[:, None]
+        histogram = torch.zeros(len(keys), RADIX, dtype=weights.dtype, device=keys.device)
+        tp.all_reduce(histogram.scatter_add_(1, digit, weights * matching))
+        from_digit = above[:, None] + histogram.flip(1).cumsum(1).flip(1)
+        chosen = ((from_digit >= target[:, None]).sum(1) - 1).clamp(min=0)[:, None]
+        above = (from_digit - histogram).gather(1, chosen)[:, 0]
+        prefix = (prefix << RADIX_BITS) | chosen[:, 0]
+    return prefix - order.bias

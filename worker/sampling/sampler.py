@@ -48,6 +48,8 @@ class Sampler:
             positions: int64[S], the absolute positions the tokens will have.
             mode: what the rows' parameters need (`SamplingState.mode`).
         """
+        if logits.is_cuda and mode.is_plain:
+            return self._one_pass(logits, rows, positions, mode.noisy)
         logits = logits.float()
         if mode.suppress:
             self._suppress(logits, rows, positions)
@@ -77,7 +79,21 @@ class Sampler:
         if self._tp.size == 1:
             return scores.argmax(1).to(torch.int32)
         value, index = scores.max(1)
-        keys = self._order.encode(value, index + self._vocab_start)
+        return self._across_ranks(value, index + self._vocab_start)
+
+    def _one_pass(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, noisy: bool) -> torch.Tensor:
+        """Greedy and temperature-only rows on CUDA: one kernel reads the logits once."""
+        from worker.kernels.sample import sample_shard  # triton comes with torch for CUDA only
+
+        state = self.state
+        value, ids = sample_shard(
+            logits, self._vocab_start, rows, positions, state.scale, state.noise, state.seed_key, noisy
+        )
+        return ids if self._tp.size == 1 else self._across_ranks(value, ids)
+
+    def _across_ranks(self, value: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The ids of the ranks' best values, the lowest id among equals: int32[S]."""
+        keys = self._order.encode(value, ids)
         return self._order.ids(self._tp.all_gather(keys[None], 0).amax(0))
 
     def _filtered(
@@ -95,19 +111,16 @@ class Sampler:
         tokens = ids.gather(1, winner)[:, 0]
         if not mode.wide:
             return tokens
-        wide = ~cut.complete
         if scaled.device.type == "cpu":
-            chosen = wide.nonzero()[:, 0]
+            chosen = (~cut.complete).nonzero()[:, 0]
             if not len(chosen):
                 return tokens
+            keys, scaled, cut = keys[chosen], scaled[chosen], cut.take(chosen)
+            top_k, top_p, min_p, k0, k1 = (t[chosen] for t in (top_k, top_p, min_p, k0, k1))
         else:
-            chosen = torch.arange(len(rows), device=scaled.device)
-        keys, scaled = keys[chosen], scaled[chosen]
-        threshold = search_threshold(
-            keys, scaled, cut.best[chosen], cut.keys[chosen, 0],
-            top_k[chosen], top_p[chosen], min_p[chosen], order, tp,
-        )  # fmt: skip
-        noise = gumbel(k0[chosen, None], k1[chosen, None], self._ids)
+            chosen = slice(None)
+        threshold = search_threshold(keys, scaled, cut, top_k, top_p, min_p, mode.wide_k, order, tp)
+        noise = gumbel(k0[:, None], k1[:, None], self._ids)
         searched = self._best(noise.add_(scaled).masked_fill_(keys < threshold[:, None], -torch.inf))
-        tokens[chosen] = torch.where(wide[chosen], searched, tokens[chosen])
+        tokens[chosen] = torch.where(cut.complete, tokens[chosen], searched)
         return tokens

@@ -23,12 +23,14 @@ class SamplingMode:
     noisy           some row has temperature > 0; otherwise one arg-max is all
     num_filtered    rows with temperature > 0 and top-k, top-p or min-p
     wide            some filtered row may keep more tokens than the exchanged candidate list holds
+    wide_k          some row's top_k exceeds that list
     suppress        some row is still below its min_tokens
     """
 
     noisy: bool
     num_filtered: int
     wide: bool
+    wide_k: bool
     suppress: bool
 
     @property
@@ -61,6 +63,7 @@ class SamplingState:
         self._host_noisy = np.zeros(n, dtype=bool)
         self._host_filtered = np.zeros(n, dtype=bool)
         self._host_wide = np.zeros(n, dtype=bool)
+        self._host_wide_k = np.zeros(n, dtype=bool)
         self._host_until = np.zeros(n, dtype=np.int32)
 
     def apply(
@@ -81,6 +84,7 @@ class SamplingState:
             noisy=bool(self._host_noisy[rows].any()),
             num_filtered=int(np.count_nonzero(filtered)),
             wide=bool(self._host_wide[rows].any()),
+            wide_k=bool(self._host_wide_k[rows].any()),
             suppress=bool((self._host_until[rows] > positions).any()),
         )
 
@@ -96,6 +100,7 @@ class SamplingState:
         self._host_noisy[rows] = noisy
         self._host_filtered[rows] = filtered
         self._host_wide[rows] = filtered & ~(has_k & (top_k <= self.list_size))
+        self._host_wide_k[rows] = filtered & has_k & (top_k > self.list_size)
         self._host_until[rows] = 0
 
     def _apply_device(self, entries: torch.Tensor) -> None:
