@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class ModelError(ValueError):
-    """A checkpoint or a setting that the model side cannot serve: the message names the value, the limit, the way out."""
+    """A checkpoint or a setting that cannot be served: the message names the value, the limit, the way out."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from worker.batch import Batch
 from worker.model_config import ModelConfig
 from worker.models.registry import CausalLM, ModelContext, create_model
 from worker.page_table import PageTable
-from worker.parallel import TPGroup
+from worker.parallel import TPGroup, init_tp_group
 from worker.weights import load_weights
 
 torch.set_num_threads(1)
@@ -158,3 +159,18 @@ def make_batch(
         host_cached_len=first,
         host_device_len=after,
     )
+
+
+def gloo_rank(rank: int, size: int, store: str, path: str, results: SimpleQueue) -> None:
+    """Body of a real rank process: rank 0 puts what the collectives and the model gave into `results`."""
+    group = init_tp_group(rank, size, "cpu", f"file://{store}", timeout=60.0)
+    summed = group.all_reduce(torch.full((2,), rank + 1.0, dtype=torch.bfloat16))
+    gathered = group.all_gather(torch.tensor([[rank], [rank]]), dim=1)
+    model, table = build_rank(path, group, page_size=4)
+    tokens = {0: list(range(3, 15))}
+    logits = model.compute_logits(model(make_batch(table, [0], np.zeros(1, dtype=np.int32), tokens, 0)))
+    logits = group.all_gather(logits, dim=1)[:, : model.vocab_size]
+    group.barrier()
+    group.destroy()
+    if rank == 0:
+        results.put((summed.tolist(), gathered.tolist(), logits.tolist()))

@@ -17,7 +17,12 @@ GATHER_BYTES = 2 << 20
 
 @dataclass(slots=True)
 class _DecodeGroup:
-    """Decode entries attended together: `entries` [n] int64, `pages` [n * width] ids, `mask` [n, 1, 1, width * page]."""
+    """Decode entries attended together, `width` pages each.
+
+    entries   [n] int64: which ones; None: all of the step's
+    pages     [n * width] ids
+    mask      [n, 1, 1, width * page_size]: 0, and -inf at padding
+    """
 
     entries: torch.Tensor | None
     pages: torch.Tensor
