@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from hand_driver import HandDriver, HandRow
+from thread_group import ThreadGroup, run_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from worker.config import WorkerConfig
@@ -183,3 +184,21 @@ def test_clear_errors(checkpoint) -> None:
         make_runner(path, max_seq_len=65)
     with pytest.raises(ModelError, match=r"no memory for KV pages.*MiB"):
         make_runner(path, cpu_memory_share=0.0).max_pages()
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_tensor_parallel_ranks_compute_the_same_tokens(checkpoint, tp_size: int) -> None:
+    """Every rank answers alike, and as one rank alone does (4 ranks over 2 KV heads share them)."""
+    path, _ = checkpoint
+    texts = prompts(9, 4)
+    settings = [{"temperature": 0.8, "seed": 3, "top_p": 0.9}, {}]
+
+    def tokens(tp: ThreadGroup | TPGroup) -> list[list[int]]:
+        config = WorkerConfig(path, tp_size=tp.size, tp_rank=tp.rank, page_size=4, max_running_requests=MAX_ROWS)
+        runner, driver = ModelRunner(config, tp), make_driver()
+        runner.load()
+        runner.allocate(NUM_PAGES)
+        rows = [driver.request(i, p, **s) for i, (p, s) in enumerate(zip(texts, settings, strict=True))]
+        return run(runner, driver, rows, 12, chunk=5)
+
+    assert run_ranks(tp_size, tokens) == [tokens(TPGroup.single())] * tp_size
