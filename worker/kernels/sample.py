@@ -9,8 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.sampling.noise import TOKEN_MUL_1, TOKEN_MUL_2, U_MAX, U_SCALE
+from worker.sampling.noise import GOLDEN, MIX_1, MIX_2, TOKEN_MUL_1, TOKEN_MUL_2, U_MAX, U_SCALE
 
+_GOLDEN = tl.constexpr(GOLDEN)
+_MIX_1 = tl.constexpr(MIX_1)
+_MIX_2 = tl.constexpr(MIX_2)
 _MUL_1 = tl.constexpr(TOKEN_MUL_1)
 _MUL_2 = tl.constexpr(TOKEN_MUL_2)
 _U_SCALE = tl.constexpr(U_SCALE)
@@ -26,10 +29,20 @@ def _better(value, index, other_value, other_index):
 
 
 @triton.jit
+def _row_keys(seed_key, position):
+    """(k0, k1) uint32 of an int64 seed key and a position."""
+    x = seed_key.to(tl.uint64, bitcast=True) + position.to(tl.int64).to(tl.uint64, bitcast=True) * _GOLDEN
+    x = (x ^ (x >> 30)) * _MIX_1
+    x = (x ^ (x >> 27)) * _MIX_2
+    x = x ^ (x >> 31)
+    return (x & 0xFFFFFFFF).to(tl.uint32), (x >> 32).to(tl.uint32)
+
+
+@triton.jit
 def _gumbel(ids, k0, k1):
-    x = ids.to(tl.uint32) ^ k0.to(tl.uint32, bitcast=True)
+    x = ids.to(tl.uint32) ^ k0
     x = (x ^ (x >> 16)) * _MUL_1
-    x = x ^ k1.to(tl.uint32, bitcast=True)
+    x = x ^ k1
     x = (x ^ (x >> 15)) * _MUL_2
     x = (x ^ (x >> 16)) >> 1
     u = tl.minimum((x.to(tl.int32).to(tl.float32) + 0.5) * _U_SCALE, _U_MAX)
@@ -41,7 +54,8 @@ def _gumbel(ids, k0, k1):
 
 @triton.jit
 def _sample_kernel(
-    logits_ptr, scale_ptr, noise_ptr, k0_ptr, k1_ptr, value_ptr, index_ptr, local_vocab, vocab_start, stride,
+    logits_ptr, row_ptr, position_ptr, scale_ptr, noise_ptr, seed_key_ptr, value_ptr, index_ptr,
+    local_vocab, vocab_start, stride,
     NOISY: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0)
@@ -54,19 +68,19 @@ def _sample_kernel(
     best_index = first + lane
     scale = 1.0
     noisy = False
-    k0 = 0
-    k1 = 0
+    k0 = tl.full([], 0, tl.uint32)
+    k1 = tl.full([], 0, tl.uint32)
     if NOISY:
-        noisy = tl.load(noise_ptr + entry) > 0
-        scale = tl.load(scale_ptr + entry)
-        k0 = tl.load(k0_ptr + entry)
-        k1 = tl.load(k1_ptr + entry)
+        table_row = tl.load(row_ptr + entry)
+        noisy = tl.load(noise_ptr + table_row) > 0
+        scale = tl.load(scale_ptr + table_row)
+        k0, k1 = _row_keys(tl.load(seed_key_ptr + table_row), tl.load(position_ptr + entry))
     row = logits_ptr + entry.to(tl.int64) * stride
     for start in range(first, last, BLOCK):
         column = start + lane
         score = tl.load(row + column, mask=column < last, other=float("-inf")).to(tl.float32)
-        if NOISY:
-            if noisy:  # noqa: SIM102 (one is a constant of the compilation, the other a value)
+        if NOISY:  # noqa: SIM102 (a constant of the compilation, then a value)
+            if noisy:
                 score = score * scale + _gumbel(vocab_start + column, k0, k1)
         wins = score > best
         best = tl.where(wins, score, best)
@@ -88,21 +102,24 @@ def _merge_kernel(value_ptr, index_ptr, best_ptr, token_ptr, vocab_start, PARTS:
 
 
 def sample_shard(
-    logits: torch.Tensor, vocab_start: int, scale: torch.Tensor | None = None, noise: torch.Tensor | None = None,
-    k0: torch.Tensor | None = None, k1: torch.Tensor | None = None,
+    logits: torch.Tensor, vocab_start: int, rows: torch.Tensor, positions: torch.Tensor,
+    scale: torch.Tensor, noise: torch.Tensor, seed_key: torch.Tensor, noisy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Best perturbed score of each row in this shard and its token id: (float32 [S], int32 [S]).
+    """Best perturbed score of each entry in this shard and its token id: (float32 [S], int32 [S]).
 
-    logits: [S, local_vocab]. scale, noise (0 or 1): float32 [S]; k0, k1: int32 [S]; all None for greedy.
+    Args:
+        logits: [S, local_vocab].
+        rows, positions: int64 [S], table row and absolute position of each entry.
+        scale, noise (0 or 1): float32, seed_key: int64, by table row (`SamplingState`).
+        noisy: False when all entries are greedy: a plain arg-max.
     """
     entries, local_vocab = logits.shape
     values = torch.empty(entries, PARTS, dtype=torch.float32, device=logits.device)
     indices = torch.empty(entries, PARTS, dtype=torch.int32, device=logits.device)
     best = torch.empty(entries, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(entries, dtype=torch.int32, device=logits.device)
-    noisy = scale is not None
     _sample_kernel[(entries, PARTS)](
-        logits, *((scale, noise, k0, k1) if noisy else (logits,) * 4), values, indices, local_vocab, vocab_start,
+        logits, rows, positions, scale, noise, seed_key, values, indices, local_vocab, vocab_start,
         logits.stride(0), NOISY=noisy, PARTS=PARTS, BLOCK=1024, num_warps=4,
     )  # fmt: skip
     _merge_kernel[(entries,)](values, indices, best, tokens, vocab_start, PARTS=PARTS, num_warps=1)
