@@ -9,7 +9,7 @@ import torch
 
 @dataclass(slots=True)
 class Batch:
-    """Device tensors of one step. T input tokens, B batch entries (decodes first), S sampled entries; int32 unless noted.
+    """Device tensors of one step: T input tokens, B batch entries (decodes first), S sampled ones; int32 unless noted.
 
     input_ids     [T] int64   token ids, in batch order
     positions     [T] int64   absolute positions

@@ -19,6 +19,7 @@ from worker.config import WorkerConfig
 from worker.device import Download, create_device
 from worker.errors import ModelError
 from worker.graphs import DecodeGraphs, decode_graph_sizes
+from worker.layers.ops import LayerOps, create_ops
 from worker.model_config import ModelConfig, check_tp_size
 from worker.models.registry import ModelContext, create_model
 from worker.page_table import PageTable
@@ -103,6 +104,7 @@ class ModelRunner:
             dtype=self._dtype,
             device=self._device.torch_device,
             max_seq_len=self._max_seq_len,
+            ops=LayerOps() if config.attention_backend == "torch" else create_ops(self._device.torch_device),
         )
         self._graphs: DecodeGraphs | None = None
 

@@ -10,7 +10,7 @@ from worker.errors import ModelError
 
 __all__ = ["AttentionBackend", "TorchAttention", "create_attention_backend"]
 
-BACKENDS: dict[str, type[AttentionBackend]] = {"torch": TorchAttention}
+BACKENDS = ("torch", "triton")
 
 
 def create_attention_backend(name: str, device: torch.device | str) -> AttentionBackend:
@@ -20,7 +20,11 @@ def create_attention_backend(name: str, device: torch.device | str) -> Attention
         ModelError: unknown name.
     """
     if name == "auto":
-        name = "torch"
+        name = "triton" if torch.device(device).type == "cuda" else "torch"
     if name not in BACKENDS:
         raise ModelError(f"attention backend {name!r} is unknown: known are auto, {', '.join(BACKENDS)}")
-    return BACKENDS[name]()
+    if name == "triton":
+        from worker.attention.triton_backend import TritonAttention  # triton comes with torch for CUDA only
+
+        return TritonAttention()
+    return TorchAttention()

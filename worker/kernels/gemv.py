@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-MAX_ROWS = 4
+ROWS = (1, 2, 4)
 
 
 @triton.jit

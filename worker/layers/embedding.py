@@ -61,7 +61,7 @@ class VocabParallelEmbedding(_VocabParallel):
 
 
 class ParallelLMHead(_VocabParallel):
-    """Hidden states [S, hidden_size] -> float32 logits [S, local_size] of this rank's ids; padding ids are -inf.
+    """Hidden states [S, hidden_size] -> logits [S, local_size] of this rank's ids, same dtype; padding ids are -inf.
 
     `tied`: the embedding whose weight is shared; the checkpoint then holds no tensor for the head.
     """
@@ -82,8 +82,8 @@ class ParallelLMHead(_VocabParallel):
         if self.gemm.pack():
             self.weight = self.gemm.weight = None
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.gemm(hidden).float()
+    def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        logits = self.gemm(hidden, out)
         if self.num_valid < self.local_size:
             logits[:, self.num_valid :] = float("-inf")
         return logits

@@ -13,7 +13,8 @@ class Gemm:
     """A linear map with fixed weights.
 
     On the CPU, `pack` hands the weight to oneDNN in blocked form: for one to 16 rows that is 2-3 times as fast as
-    `F.linear`, which goes through MKL with a plain weight. Where oneDNN is missing, and on CUDA, it is `F.linear`.
+    `F.linear`, which goes through MKL with a plain weight. On CUDA one to four rows take our matrix-vector kernel.
+    Everything else is `F.linear`.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -31,7 +32,21 @@ class Gemm:
             return False
         return True
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[rows, in] -> [rows, out], written into `out` if given (CUDA only)."""
+        if x.is_cuda:
+            return self._cuda(x, out)
         if self.packed is None:
             return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+    def _cuda(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        from worker.kernels.gemv import ROWS, gemv  # triton comes with torch for CUDA only
+
+        if x.shape[0] in ROWS:
+            return gemv(x, self.weight, self.bias, out)
+        if out is None:
+            return F.linear(x, self.weight, self.bias)
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)

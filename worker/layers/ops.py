@@ -71,3 +71,12 @@ class LayerOps:
         q, k = rotated.split((num_heads, num_kv_heads), dim=1)
         pool.store_kv(k, v, batch.out_loc, layer_id)
         return q
+
+
+def create_ops(device: torch.device) -> LayerOps:
+    """The operations for `device`: Triton kernels on CUDA."""
+    if device.type == "cuda":
+        from worker.layers.triton_ops import TritonOps  # triton comes with torch for CUDA only
+
+        return TritonOps()
+    return LayerOps()

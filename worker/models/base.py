@@ -109,6 +109,9 @@ class CausalLM(nn.Module):
         return self.model(batch)
 
     @torch.inference_mode()
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, hidden_size] -> float32 [S, local_vocab]: column j is id `vocab_start + j`; padding ids are -inf."""
-        return self.lm_head(hidden)
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[S, hidden_size] -> [S, local_vocab] in `ctx.dtype`: column j is id `vocab_start + j`; padding ids are -inf.
+
+        Written into `out` if given (CUDA only).
+        """
+        return self.lm_head(hidden, out)
