@@ -45,7 +45,7 @@ class CacheManager:
     @property
     def available_pages(self) -> int:
         """Pages that `allocate_paged` can hand out: free or evictable."""
-        return self.allocator.free_pages + self.prefix_cache.size_info.evictable_size // self.page_size
+        return self.allocator.free_pages + self.prefix_cache.size_info[0] // self.page_size
 
     @property
     def available_size(self) -> int:
@@ -115,7 +115,7 @@ class CacheManager:
         rows, row, size, held = self.rows, req.table_idx, self.page_size, req.handle
         stored = int(rows.cached_len[row])
         if not finished:
-            self._cache_planned(req, held, stored - stored % size)
+            self.cache_planned(req, held.cached_len, rows.slots(row, held.cached_len, stored))
             return
         num_pages = rows.num_pages(row)
         stored = min(stored, int(rows.known_len[row]))
@@ -135,12 +135,17 @@ class CacheManager:
             self.allocator.free(pages[kept_to // size : num_pages])
         rows.cached_len[row] = 0
 
-    def _cache_planned(self, req: Req, held: CacheHandle, end: int) -> None:
-        if end <= held.cached_len:
+    def cache_planned(self, req: Req, start: int, slots: np.ndarray) -> None:
+        """`cache_req` for a caller who has the slots of positions `start .. cached_len` at hand already.
+
+        `start` must be the page border at or before the first position that was planned since the last call.
+        """
+        held, size = req.handle, self.page_size
+        end = start + len(slots)
+        end -= end % size
+        if end <= start or held.cached_len != start:  # no full page, or a cache that keeps nothing
             return
-        row = req.table_idx
-        slots = self.rows.slots(row, held.cached_len, end)
-        inserted = self.prefix_cache.insert_prefix(self.rows.tokens[row, :end], slots, held)
+        inserted = self.prefix_cache.insert_prefix(self.rows.tokens[req.table_idx, :end], slots[: end - start], held)
         self.insertions += 1
         # A twin may have inserted the prompt's last page, which no match covers (R1): the row keeps its own copy,
         # which is freed as a duplicate when it finishes (R3).

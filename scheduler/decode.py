@@ -9,6 +9,8 @@ import numpy as np
 from scheduler.cache_manager import CacheManager
 from scheduler.row_state import RowState
 
+NO_PAGES = np.empty(0, dtype=np.int32)
+
 
 class DecodeEntries:
     """The decode part of one plan."""
@@ -20,6 +22,9 @@ class DecodeEntries:
         self.cached_len = cached_len  # int32[n]
         self.crossing = crossing  # entries that begin a new page
         self.pages = pages  # int32, first slots of those pages
+
+
+NO_DECODES = DecodeEntries(np.empty(0, dtype=np.int64), NO_PAGES, np.empty(0, dtype=np.int64), NO_PAGES)
 
 
 class DecodeBatch:
@@ -61,8 +66,9 @@ class DecodeBatch:
 
     def take_pages(self, rows: np.ndarray, cached_len: np.ndarray, crossing: np.ndarray) -> DecodeEntries:
         """Give the crossing entries their pages, which must be available."""
-        pages = self._cache.allocate_paged(len(crossing))
+        pages = NO_PAGES
         if len(crossing):
+            pages = self._cache.allocate_paged(len(crossing))
             state, at = self._state, rows[crossing]
             state.next_slot[at] = pages
             state.flat_pages[state.page_base[at] + cached_len[crossing] // state.page_size] = pages

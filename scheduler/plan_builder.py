@@ -20,7 +20,7 @@ class PlanBuilder:
         # One buffer more than the plans whose memory callers may still read.
         self._writer = StepPlanWriter(config.overlap_depth + 3)
         self._rows = rows
-        self._page_size = config.page_size
+        self._page_positions = np.arange(config.pages_per_row, dtype=np.int32) * config.page_size
         self._pad_sizes = np.array(sorted(config.pad_sizes), dtype=np.int64)
         self._dummy_row = config.max_running_requests
         self._dummy_slot = config.num_pages * config.page_size
@@ -33,12 +33,16 @@ class PlanBuilder:
         decodes = len(entries.rows)
         num_rows, crossing = decodes + len(chunks), len(entries.crossing)
         padded_rows = num_rows if chunks else self._padded(num_rows)
-        tokens, counts = decodes, {}
-        samples = decodes
+        samples = tokens = decodes
+        news, counts = 0, {}
         if chunks:
-            runs = sum(chunk.end - chunk.start for chunk in chunks)
+            spans = np.array(
+                [(c.req.table_idx, c.start, c.end, c.page_from, c.page_to) for c in chunks], dtype=np.int32
+            )
+            runs, news = int((spans[:, 2] - spans[:, 1]).sum()), int((spans[:, 4] - spans[:, 3]).sum())
             tokens += runs
-            samples += sum(chunk.samples for chunk in chunks)
+            sampled = [i for i, chunk in enumerate(chunks, decodes) if chunk.samples]
+            samples += len(sampled)
             admitted = [chunk for chunk in chunks if chunk.first]
             suppressed = [chunk.req for chunk in admitted if chunk.req.suppress_until]
             counts = {
@@ -48,7 +52,7 @@ class PlanBuilder:
         plan = self._writer.begin(
             step_id=step_id, num_rows=num_rows, num_decode=decodes, num_samples=samples, num_tokens=tokens,
             padded_rows=padded_rows, padded_tokens=tokens + padded_rows - num_rows,
-            page_deltas=crossing + sum(chunk.page_to - chunk.page_from for chunk in chunks), **counts,
+            page_deltas=crossing + news, **counts,
         )  # fmt: skip
         finished = NO_ROWS
         if decodes:
@@ -62,7 +66,8 @@ class PlanBuilder:
                 deltas[:, 2] = entries.pages
         plan.sample[:] = self._identity[:padded_rows]
         if chunks:
-            self._write_chunks(plan, chunks, decodes, crossing)
+            plan.sample[decodes:samples] = sampled
+            self._write_chunks(plan, chunks, spans, decodes, crossing)
             self._write_admissions(plan, admitted, suppressed)
         if padded_rows > num_rows:
             plan.rows[num_rows:] = self._dummy_row
@@ -76,24 +81,26 @@ class PlanBuilder:
             return num_rows
         return int(self._pad_sizes[np.searchsorted(self._pad_sizes, num_rows)])
 
-    def _write_chunks(self, plan: StepPlan, chunks: list[Chunk], decodes: int, delta: int) -> None:
-        table, tokens = self._rows.page_table, self._rows.tokens
-        spans = np.array([(chunk.req.table_idx, chunk.start, chunk.end) for chunk in chunks], dtype=np.int32)
-        plan.rows[decodes:], plan.cached_len[decodes:], plan.device_len[decodes:] = spans.T
+    def _write_chunks(self, plan: StepPlan, chunks: list[Chunk], spans: np.ndarray, decodes: int, delta: int) -> None:
+        """Prefill entries and what goes with them; `spans`: int32[n, 5], row, tokens from and to, pages from and to."""
+        pages, tokens = self._rows.page_table, self._rows.tokens
+        plan.rows[decodes:], plan.cached_len[decodes:], plan.device_len[decodes:] = (
+            spans[:, 0],
+            spans[:, 1],
+            spans[:, 2],
+        )
         plan.token_runs[:, :2] = spans[:, :2]
         plan.token_runs[:, 2] = spans[:, 2] - spans[:, 1]
-        np.concatenate([chunk.slots for chunk in chunks], out=plan.out_loc[decodes:])
-        np.concatenate([tokens[row, start:end] for row, start, end in spans.tolist()], out=plan.run_tokens)
-        sampled = [i for i, chunk in enumerate(chunks, decodes) if chunk.samples]
-        plan.sample[decodes : decodes + len(sampled)] = sampled
-        news = [chunk for chunk in chunks if chunk.page_to > chunk.page_from]
-        if news:
-            deltas = plan.page_deltas[delta:]
-            counts = np.array([chunk.page_to - chunk.page_from for chunk in news])
-            firsts = np.array([chunk.page_from for chunk in news]) - (np.cumsum(counts) - counts)
-            deltas[:, 0] = np.repeat(np.array([chunk.req.table_idx for chunk in news]), counts)
-            deltas[:, 1] = (np.arange(len(deltas)) + np.repeat(firsts, counts)) * self._page_size
-            deltas[:, 2] = np.concatenate([table[c.req.table_idx, c.page_from : c.page_to] for c in news])
+        out_loc, run_tokens, deltas = plan.out_loc[decodes:], plan.run_tokens, plan.page_deltas[delta:]
+        token = page = 0
+        for chunk, (row, start, end, page_from, page_to) in zip(chunks, spans.tolist(), strict=True):
+            next_token, next_page = token + end - start, page + page_to - page_from
+            out_loc[token:next_token] = chunk.slots
+            run_tokens[token:next_token] = tokens[row, start:end]
+            deltas[page:next_page, 1] = self._page_positions[page_from:page_to]
+            deltas[page:next_page, 2] = pages[row, page_from:page_to]
+            token, page = next_token, next_page
+        deltas[:, 0] = np.repeat(spans[:, 0], spans[:, 4] - spans[:, 3])
 
     def _write_admissions(self, plan: StepPlan, admitted: list[Chunk], suppressed: list) -> None:
         if admitted:

@@ -115,7 +115,10 @@ class PrefillPlanner:
         if match.handle.cached_len > req.cached_len:  # another row was faster
             self._cache.lock(match.handle)
             self.cached_tokens += self._cache.adopt(req, match)
-        return self._cut(req, budget, whole_only, first=False)
+        start, known = req.cached_len, req.known_len
+        if whole_only and known - start > budget:
+            return None
+        return self._cut(req, start, known, budget, self._cache.available_pages, first=False)
 
     def _admit(self, req: Req, budget: int, whole_only: bool, decode_rows: np.ndarray) -> Chunk | None:
         """Give `req` a row and its first chunk; None if budget or memory do not allow it yet."""
@@ -130,13 +133,15 @@ class PrefillPlanner:
         own = int(min(req.end_len - known, LOOKAHEAD) * self._growth) // size
         need = -(-known // size) - matched // size
         claimed = own + self._claimed if rows.used_rows else 0
-        # R2: locking the match takes it out of what can be evicted, so look before and after.
-        if need + claimed > cache.available_pages:
-            return self._block(req)
+        available = cache.available_pages
+        if need + claimed > available:
+            return self._block(req, available)
         cache.lock(match.handle)
-        if need + claimed > cache.available_pages:
-            cache.unlock(match.handle)
-            return self._block(req)
+        if matched:  # R2: locking the match took it out of what can be evicted, so look again
+            available = cache.available_pages
+            if need + claimed > available:
+                cache.unlock(match.handle)
+                return self._block(req, cache.available_pages)
         self._policy.admitted(req)
         self._policy.remove(req)
         self._take_row(req)
@@ -145,11 +150,12 @@ class PrefillPlanner:
             req.cached_prompt = min(matched, req.prompt_len)
         rows.cached_prompt[req.table_idx] = req.cached_prompt
         self.running.append(req)
-        self._claimed += own + need
-        return self._cut(req, budget, whole_only, first=True)
+        chunk = self._cut(req, matched, known, budget, available, first=True)
+        self._claimed += own + -(-known // size) - chunk.page_to
+        return chunk
 
-    def _block(self, req: Req) -> None:
-        self._blocked = (req, self._cache.available_pages, self._cache.insertions)
+    def _block(self, req: Req, available: int) -> None:
+        self._blocked = (req, available, self._cache.insertions)
 
     def _claims(self, decode_rows: np.ndarray) -> int:
         """Pages that running rows will want: the rest of their prompts, and an estimate of their outputs."""
@@ -180,29 +186,32 @@ class PrefillPlanner:
         req.sent_pages = 0
         req.state = ReqState.PREFILL
 
-    def _cut(self, req: Req, budget: int, whole_only: bool, first: bool) -> Chunk | None:
-        """How far the row gets with `budget` tokens and the pages there are; None: nowhere."""
+    def _cut(self, req: Req, start: int, known: int, budget: int, available: int, first: bool) -> Chunk | None:
+        """How far the row gets from `start` with `budget` tokens and `available` pages; None: nowhere."""
         size = self._cache.page_size
-        start, known = req.cached_len, req.known_len
-        if whole_only and known - start > budget:
-            return None
-        end = min(known, start + budget)
-        if end < known and budget >= size:
+        end = start + budget
+        if end >= known:
+            end = known
+        elif budget >= size:
             end -= end % size
-        held = -(-start // size)
-        end = min(end, (held + self._cache.available_pages) * size)
-        if end <= start:
-            return None
+        reach = (-(-start // size) + available) * size
+        if end > reach:
+            end = reach
+            if end <= start:
+                return None
         return Chunk(req, start, end, end == known, first, req.sent_pages, -(-end // size))
 
     def _place(self, chunk: Chunk) -> None:
         """Take the chunk's pages and advance the row past it."""
         rows, req = self._rows, chunk.req
         row, held = req.table_idx, rows.num_pages(req.table_idx)
-        rows.page_table[row, held : chunk.page_to] = self._cache.allocate_paged(chunk.page_to - held)
-        chunk.slots = rows.slots(row, chunk.start, chunk.end)
+        if chunk.page_to > held:
+            rows.page_table[row, held : chunk.page_to] = self._cache.allocate_paged(chunk.page_to - held)
+        border = chunk.start - chunk.start % self._cache.page_size
+        slots = rows.slots(row, border, chunk.end)
+        chunk.slots = slots[chunk.start - border :]
         rows.cached_len[row] = chunk.end
-        self._cache.cache_req(req)
+        self._cache.cache_planned(req, border, slots)
         req.sent_pages = chunk.page_to
         self.prefilled_tokens += chunk.end - chunk.start
         if chunk.final:

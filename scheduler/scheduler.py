@@ -21,7 +21,7 @@ import numpy as np
 
 from scheduler.cache_manager import CacheManager
 from scheduler.config import SchedulerConfig
-from scheduler.decode import DecodeBatch, DecodeEntries
+from scheduler.decode import NO_DECODES, DecodeBatch, DecodeEntries
 from scheduler.outputs import FinishReason, StepOutputs
 from scheduler.plan_builder import PlanBuilder
 from scheduler.policies import create_policy
@@ -135,6 +135,8 @@ class Scheduler:
 
     def _settle_decodes(self) -> DecodeEntries:
         """The decode rows of this step, with the pages they need."""
+        if not self.decode.rows.size:
+            return NO_DECODES
         rows = self.decode.select(self.config.max_step_tokens)
         cached_len, crossing = self.decode.crossing(rows)
         if len(crossing) > self.cache.free_pages and len(crossing) > self.cache.available_pages:

@@ -94,8 +94,8 @@ def _checksum(buffer: np.ndarray) -> int:
 
 def _split64(value: int) -> tuple[int, int]:
     """A 64-bit unsigned integer as two signed 32-bit words, low first."""
-    words = np.array([value], dtype=np.uint64).view(np.int32)
-    return int(words[0]), int(words[1])
+    low, high = value & 0xFFFFFFFF, value >> 32
+    return low - ((low & 0x80000000) << 1), high - ((high & 0x80000000) << 1)
 
 
 def _join64(low: int, high: int) -> int:
