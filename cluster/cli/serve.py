@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import signal
 import socket
 import sys
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 APP_NAME = "raydix"
 POLL_SECONDS = 0.5
 STATUS_TIMEOUT = 10.0
-ANSWER_TIMEOUT = 60.0  # from a running application to the first answer over HTTP
+READY_TIMEOUT = 60.0  # from a running application to a good answer of /ready
 
 
 def add_parser(commands: Any) -> None:
@@ -116,20 +117,24 @@ def serve_until_failure(config: EngineConfig, host: str, port: int, timeline: Ti
     )
     timeline("importing Ray")
     from ray import serve
+    from ray.serve.schema import LoggingConfig
 
     from cluster.ray_runtime import connect
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
 
     timeline("starting Ray")
     runtime = connect(config.ray_address, min_cpus=config.tp_size + 1)
     try:
         timeline("starting Ray Serve")
-        serve.start(http_options={"host": host, "port": port})
+        quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
+        serve.start(http_options={"host": host, "port": port}, logging_config=quiet)
         try:
             engine = deploy(config, timeline)
-            wait_for_answer(engine, host, port)
+            wait_until_ready(engine, host, port)
             timeline(f"ready on http://{host}:{port}")
             timeline.done()
-            print_usage(engine, config, host, port)
+            print_usage(engine, host, port)
             watch(engine)
         finally:
             if runtime.may_grow:
@@ -147,12 +152,14 @@ def deploy(config: EngineConfig, timeline: Timeline) -> DeploymentHandle:
         ConfigError, StartupError: what the engine said.
     """
     from ray import serve
+    from ray.serve.schema import LoggingConfig
 
     from cluster.serve import build_openai_app
 
     timeline(f"starting {config.tp_size} worker{'s' if config.tp_size > 1 else ''} and loading the model")
     try:
-        serve.run(build_openai_app(config), name=APP_NAME, blocking=False)
+        # the replicas' own log shows how loading goes on; a line for each request would bury it
+        serve.run(build_openai_app(config), name=APP_NAME, logging_config=LoggingConfig(enable_access_log=False))
     except RuntimeError as error:
         raise startup_error(deployment_messages() or str(error)) from error
     return serve.get_deployment_handle("engine", APP_NAME)
@@ -180,30 +187,32 @@ def startup_error(text: str) -> Exception:
     return StartupError(text.strip())
 
 
-def wait_for_answer(engine: DeploymentHandle, host: str, port: int) -> None:
+def wait_until_ready(engine: DeploymentHandle, host: str, port: int) -> None:
     """Returns when GET /ready answers 200.
 
     Raises:
-        EngineError: the engine failed meanwhile, or no answer came within ANSWER_TIMEOUT seconds.
+        EngineError: the engine failed meanwhile, or it was not ready within READY_TIMEOUT seconds.
     """
-    deadline = time.monotonic() + ANSWER_TIMEOUT
-    while not answers(host, port):
+    deadline = time.monotonic() + READY_TIMEOUT
+    while (problem := readiness_problem(host, port)) is not None:
         check_engine(engine)
         if time.monotonic() > deadline:
             raise StartupError(
-                f"the application runs, but http://{host}:{port}/ready does not answer within {ANSWER_TIMEOUT:g} s; "
-                "does Ray Serve already run on this cluster with another host or port?"
+                f"the application runs, but http://{host}:{port}/ready is not well after {READY_TIMEOUT:g} s: "
+                f"{problem}. Does Ray Serve already run on this cluster with another host or port?"
             )
         time.sleep(POLL_SECONDS / 5)
 
 
-def answers(host: str, port: int) -> bool:
-    """Whether GET /ready answers 200."""
+def readiness_problem(host: str, port: int) -> str | None:
+    """None if GET /ready answers 200, else what it answers instead."""
     try:
-        with urllib.request.urlopen(f"http://{reachable(host)}:{port}/ready", timeout=5) as response:
-            return response.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
+        with urllib.request.urlopen(f"http://{reachable(host)}:{port}/ready", timeout=5):
+            return None
+    except urllib.error.HTTPError as error:
+        return f"{error.code} {error.read(1000).decode(errors='replace')}"
+    except OSError as error:
+        return str(error)
 
 
 def reachable(host: str) -> str:
@@ -238,20 +247,18 @@ def watch(engine: DeploymentHandle) -> None:
         check_engine(engine)
 
 
-def print_usage(engine: DeploymentHandle, config: EngineConfig, host: str, port: int) -> None:
-    """The effective settings and a request to try, on stderr."""
-    effective = config.model_dump() | effective_settings(engine)
-    print("settings: " + ", ".join(f"{name}={value}" for name, value in effective.items()), file=sys.stderr)
-    body = {"model": effective["served_model_name"], "messages": [{"role": "user", "content": "Where is Paris?"}]}
+def print_usage(engine: DeploymentHandle, host: str, port: int) -> None:
+    """The effective settings, the engine's start-up phases and a request to try, on stderr."""
+    info = engine.info.remote().result(timeout_s=STATUS_TIMEOUT)
+    settings = ", ".join(f"{name}={info[name]}" for name in EngineConfig.model_fields)
+    phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in info["startup_seconds"].items())
+    body = {
+        "model": info["served_model_name"],
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    }
     print(
-        f"try it:\n  curl http://{reachable(host)}:{port}/v1/chat/completions "
+        f"settings: {settings}\nengine: {phases}\ntry it:\n  curl http://{reachable(host)}:{port}/v1/chat/completions "
         f"-H 'Content-Type: application/json' -d '{json.dumps(body)}'",
         file=sys.stderr,
         flush=True,
     )
-
-
-def effective_settings(engine: DeploymentHandle) -> dict[str, Any]:
-    """What start-up derived for settings that were left open."""
-    info = engine.info.remote().result(timeout_s=STATUS_TIMEOUT)
-    return {name: info[name] for name in EngineConfig.model_fields if name in info}
