@@ -55,22 +55,25 @@ class PageAllocator:
     def free(self, page_starts: Ints) -> None:
         """Give pages back, named by their first slots. Raises `CacheError`, changing nothing, if one is not in use."""
         starts = as_int32(page_starts)
-        if starts.size == 0:
-            return
-        pages, offsets = np.divmod(starts, np.int32(self.page_size))
-        if offsets.any():
-            raise CacheError(f"slot {starts[offsets != 0][0]} is not the first of a page of {self.page_size}")
-        if pages.min() < 0 or pages.max() >= self.num_pages:
-            raise CacheError(f"slots {starts.min()}..{starts.max()} reach outside the pool of {self.num_pages} pages")
-        places = self._position[pages]
-        if places.max() >= 0:
-            raise CacheError(f"the page at slot {starts[places >= 0][0]} is free already")
+        # Unsigned, so that a negative slot is out of range. count_nonzero is several times cheaper here than any().
+        pages = starts.view(np.uint32) // np.uint32(self.page_size)
+        try:
+            refused = (self._position[pages] != -1) | (pages * self.page_size != starts)
+        except IndexError:
+            raise CacheError(
+                f"slots {starts.min()}..{starts.max()} reach outside the pool of {self.num_pages} pages"
+            ) from None
+        if np.count_nonzero(refused):
+            start = int(starts[refused][0])
+            if start % self.page_size:
+                raise CacheError(f"slot {start} is not the first of a page of {self.page_size}")
+            raise CacheError(f"the page at slot {start} is free already")
         top = self._free + starts.size
         places = np.arange(self._free, top, dtype=np.int32)
         self._position[pages] = places
         # A page given twice keeps only its last place, so reading back shows it.
         twice = self._position[pages] != places
-        if twice.any():
+        if np.count_nonzero(twice):
             self._position[pages] = -1
             raise CacheError(f"the page at slot {starts[twice][0]} is given back twice in one call")
         self._stack[self._free : top] = starts

@@ -39,7 +39,7 @@ from kvcache.base import (
 )
 from kvcache.digest import PrefixDigest
 from kvcache.radix_check import check_tree
-from kvcache.radix_node import TOKEN_BYTES, RadixNode, make_root
+from kvcache.radix_node import TOKEN_BYTES, RadixNode, all_pages, make_root, subtree
 
 
 class RadixPrefixCache(BasePrefixCache):
@@ -77,7 +77,7 @@ class RadixPrefixCache(BasePrefixCache):
         node, pos = self._walk(node, data, [])
         cached_len = node.end
         if pos < full:
-            pages = self._page_starts(slots[pos // TOKEN_BYTES : full // TOKEN_BYTES])
+            pages = self._first_slots(slots[pos // TOKEN_BYTES : full // TOKEN_BYTES])
             node = self._add_leaf(node, data[pos:full], pages)
         return InsertResult(cached_len, CacheHandle(node.end, node))
 
@@ -160,20 +160,12 @@ class RadixPrefixCache(BasePrefixCache):
         return SizeInfo(self._evictable, self._protected)
 
     def page_starts(self) -> IntArray:
-        nodes = [self._root]
-        for node in nodes:  # grows while it is walked
-            if node.children is not None:
-                nodes.extend(node.children.values())
-        return np.frombuffer(b"".join([node.pages for node in nodes]), np.int32)
+        return all_pages(subtree(self._root))
 
     def reset(self) -> None:
         # Parents and children refer to each other: take the tree apart, so that it is freed now rather than by a
         # garbage collection, and so that every handle to it is seen to be stale.
-        nodes = [self._root]
-        while nodes:
-            node = nodes.pop()
-            if node.children is not None:
-                nodes.extend(node.children.values())
+        for node in subtree(self._root):
             node.parent = node.children = node.older = node.newer = None
         self._root = make_root()
         self._evictable = self._protected = 0
@@ -282,7 +274,7 @@ class RadixPrefixCache(BasePrefixCache):
             self.digest.node_cut(leaf)
         return taken
 
-    def _page_starts(self, slots: IntArray) -> bytes:
+    def _first_slots(self, slots: IntArray) -> bytes:
         """First slots of the pages that `slots` (whole pages) name, as bytes."""
         size = self.page_size
         if size == 1:

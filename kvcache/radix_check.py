@@ -7,12 +7,12 @@ from collections import Counter
 import numpy as np
 
 from kvcache.base import CacheHandle, IntegrityError, SizeInfo
-from kvcache.radix_node import TOKEN_BYTES, RadixNode
+from kvcache.radix_node import TOKEN_BYTES, RadixNode, all_pages, subtree
 
 
 def check_tree(root: RadixNode, page_size: int, sizes: SizeInfo, held: list[CacheHandle] | None) -> None:
     """Raise `IntegrityError` unless the tree under `root` is sound; see `BasePrefixCache.check_integrity`."""
-    nodes = _walk(root)
+    nodes = subtree(root)
     for node in nodes:
         _check_edge(node, root, page_size)
         _check_refs(node, root)
@@ -24,14 +24,6 @@ def check_tree(root: RadixNode, page_size: int, sizes: SizeInfo, held: list[Cach
         raise IntegrityError(f"{sizes} is recorded, a walk finds {evictable} evictable and {protected} protected")
     if held is not None:
         _check_held(nodes, held)
-
-
-def _walk(root: RadixNode) -> list[RadixNode]:
-    nodes = [root]
-    for node in nodes:  # grows while it is walked
-        if node.children is not None:
-            nodes.extend(node.children.values())
-    return nodes
 
 
 def _check_edge(node: RadixNode, root: RadixNode, page_size: int) -> None:
@@ -63,7 +55,7 @@ def _check_refs(node: RadixNode, root: RadixNode) -> None:
 
 
 def _check_pages(nodes: list[RadixNode], page_size: int) -> None:
-    starts = np.frombuffer(b"".join(node.pages for node in nodes), np.int32) if len(nodes) > 1 else np.empty(0, int)
+    starts = all_pages(nodes)
     if (starts % page_size).any() or (starts < 0).any():
         raise IntegrityError(f"a page starts at a slot that is not a multiple of {page_size}")
     if len(np.unique(starts)) != len(starts):

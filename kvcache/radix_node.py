@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from kvcache.base import IntArray
+
 TOKEN_BYTES = 4  # tokens and page starts are int32
 
 
@@ -46,3 +50,17 @@ def make_root() -> RadixNode:
     root.refs = 1
     root.older = root.newer = root
     return root
+
+
+def subtree(root: RadixNode) -> list[RadixNode]:
+    """All nodes from `root` on, parents before their children."""
+    nodes = [root]
+    for node in nodes:  # grows while it is walked
+        if node.children is not None:
+            nodes.extend(node.children.values())
+    return nodes
+
+
+def all_pages(nodes: list[RadixNode]) -> IntArray:
+    """First slots of all pages of `nodes`, int32."""
+    return np.frombuffer(bytearray().join([node.pages for node in nodes]), np.int32)

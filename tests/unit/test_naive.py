@@ -50,6 +50,7 @@ def test_refuses_to_evict(cache: NaivePrefixCache) -> None:
 def test_reset_and_integrity(cache: NaivePrefixCache) -> None:
     cache.reset()
     cache.check_integrity()
+    assert cache.page_starts().tolist() == []
     with pytest.raises(IntegrityError, match="does not come from this naive cache"):
         cache.check_integrity([CacheHandle(4, object())])
 

@@ -99,6 +99,12 @@ class TestHello:
         cache.match_prefix(text("Hello there"))
         assert cache.evict(12).tolist() == [*range(211, 223)]
 
+    def test_the_pages_in_the_tree(self) -> None:
+        cache = hello_cache()
+        assert sorted(cache.page_starts()) == [*range(11), *range(106, 111), *range(211, 223)]
+        cache.reset()
+        assert cache.page_starts().tolist() == []
+
     def test_a_peek_leaves_no_trace(self) -> None:
         cache = hello_cache()
         assert cache.peek(text("Hello the end")) == 9

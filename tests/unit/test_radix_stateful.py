@@ -235,6 +235,7 @@ class RadixMachine(RuleBasedStateMachine):
         protected = len(self.protected())
         expected = ((len(self.pages) - protected) * self.page_size, protected * self.page_size)
         assert self.cache.size_info == expected
+        assert sorted(self.cache.page_starts()) == sorted(self.pages.values())
         self.cache.check_integrity([held.handle for held in self.known for _ in range(held.locks)])
 
     @invariant()
