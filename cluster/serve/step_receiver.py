@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from cluster.curve import AllowList, KeyPair, serve_with
 from cluster.errors import TransportError
@@ -27,7 +28,8 @@ class StepReceiver:
 
     def __init__(self, on_message: Callable[[StepMessage], None], node_id: str, node_ip: str) -> None:
         self._on_message = on_message
-        self._dropped = 0
+        self._dropped_messages = 0
+        self._handshakes_missing = 0  # tcp connections accepted less handshakes that succeeded
         self._context = zmq.Context()
         server_keys, client_keys = KeyPair.make(), KeyPair.make()
         self._allow_list = AllowList(self._context, {client_keys.public})
@@ -36,6 +38,7 @@ class StepReceiver:
         self._ipc.bind(ipc := f"ipc://{self._directory / 'steps'}")
         self._tcp = self._context.socket(zmq.PULL)
         serve_with(self._tcp, server_keys)
+        self._monitor = self._tcp.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         port = self._tcp.bind_to_random_port(f"tcp://{node_ip}")
         self._stop_receiving = self._context.socket(zmq.PAIR)
         self._stop_receiving.bind("inproc://stop")
@@ -55,8 +58,11 @@ class StepReceiver:
 
     @property
     def dropped(self) -> int:
-        """Messages dropped and connections refused so far: strangers, or peers of another version."""
-        return self._dropped + self._allow_list.refused
+        """Messages dropped and connections refused so far: strangers, or peers of another version.
+
+        A connection counts from its acceptance to its good handshake, which strangers never get to.
+        """
+        return self._dropped_messages + self._handshakes_missing
 
     def close(self) -> None:
         """Stop the thread and remove the sockets and their directory."""
@@ -68,7 +74,7 @@ class StepReceiver:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for socket in (self._allow_list.socket, self._ipc, self._tcp, self._stop_receiving):
+        for socket in (self._allow_list.socket, self._monitor, self._ipc, self._tcp, self._stop_receiving):
             poller.register(socket, zmq.POLLIN)
         while True:
             ready = [socket for socket, _ in poller.poll()]
@@ -77,6 +83,9 @@ class StepReceiver:
             for socket in ready:
                 if socket is self._allow_list.socket:
                     self._allow_list.answer()
+                elif socket is self._monitor:
+                    accepted = recv_monitor_message(socket)["event"] == zmq.EVENT_ACCEPTED
+                    self._handshakes_missing += 1 if accepted else -1
                 else:
                     self._receive(socket.recv_multipart())
 
@@ -86,8 +95,8 @@ class StepReceiver:
                 raise TransportError(f"step message of {len(frames)} frames")
             message = StepMessage.decode(frames[0], self.address.secret)
         except TransportError as error:
-            self._dropped += 1
-            logger.warning("dropped a message on the side channel (%d so far): %s", self._dropped, error)
+            self._dropped_messages += 1
+            logger.warning("dropped a message on the side channel (%d so far): %s", self._dropped_messages, error)
             return
         try:
             self._on_message(message)

@@ -20,7 +20,7 @@ MODEL = "SmolLM2-135M-Instruct"
 CONFIG = {
     "device": "cpu",
     "page_size": 16,
-    "num_pages": 1024,
+    "num_pages": 512,
     "max_running_requests": 16,
     "max_seq_len": 1024,
     "max_step_tokens": 256,
