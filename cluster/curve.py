@@ -50,7 +50,6 @@ class AllowList:
 
     def __init__(self, context: zmq.Context, allowed: set[bytes]) -> None:
         self._allowed = allowed
-        self.refused = 0
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind(ZAP_ENDPOINT)
@@ -60,7 +59,6 @@ class AllowList:
         frames = self.socket.recv_multipart()
         request_id = frames[1] if len(frames) > 1 else b""
         known = len(frames) == 7 and frames[5] == b"CURVE" and z85.encode(frames[6]) in self._allowed
-        self.refused += not known
         code, text = (b"200", b"OK") if known else (b"400", b"unknown key")
         self.socket.send_multipart([b"1.0", request_id, code, text, b"", b""])
 

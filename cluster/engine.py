@@ -25,12 +25,13 @@ from cluster.errors import (
     ModelLoadError,
     OverloadedError,
 )
+from cluster.handshake import GroupInfo
 from cluster.model_files import resolve_model, served_name
 from cluster.progress import Progress, no_progress
-from cluster.rank_actor import Whereabouts
+from cluster.rank_startup import Whereabouts
 from cluster.timeline import Timeline
 from cluster.tokenizer import Tokenizer
-from cluster.worker_group import GroupConfig, GroupInfo, WorkerGroup
+from cluster.worker_group import GroupConfig, WorkerGroup
 from scheduler.config import SchedulerConfig
 from scheduler.outputs import FinishReason, StepOutputs
 from scheduler.request import InvalidRequest, Request

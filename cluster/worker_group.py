@@ -16,16 +16,11 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster import messages
-from cluster.errors import (
-    ConfigError,
-    EngineDeadError,
-    ModelLoadError,
-    RaydixError,
-    StartupError,
-    TransportError,
-)
+from cluster.errors import EngineDeadError, StartupError, TransportError
+from cluster.handshake import GroupInfo, Handshake
 from cluster.placement import Placement, place_ranks
-from cluster.rank_actor import RankActor, RankSpec, RunnerFactory, Whereabouts, make_model_runner
+from cluster.rank_actor import RankActor
+from cluster.rank_startup import RankSpec, RunnerFactory, Whereabouts, make_model_runner
 from cluster.timeline import Timeline
 from cluster.transport import DriverTransport, Frame
 from scheduler.step import StepPlan, StepResult
@@ -38,7 +33,6 @@ _DIAGNOSIS_TIME = 0.3
 _STOP_GRACE = 2.0
 _KILL_GRACE = 0.5
 _KILL_TIMEOUT = 10.0
-_FAILURES = {"model": ModelLoadError, "config": ConfigError, "error": StartupError}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +50,6 @@ class GroupConfig:
     step_timeout: float
     may_grow: bool = True
     make_runner: RunnerFactory = make_model_runner
-
-
-@dataclass(frozen=True, slots=True)
-class GroupInfo:
-    """What a started group turned out to be. `ranks[i]` says where rank i runs."""
-
-    num_pages: int
-    vocab_size: int
-    max_seq_len: int
-    eos_token_ids: tuple[int, ...]
-    dtype: str
-    graph_sizes: tuple[int, ...]
-    ranks: tuple[Whereabouts, ...]
 
 
 class WorkerGroup:
@@ -235,81 +216,21 @@ class WorkerGroup:
         self.wake()
 
     def _bring_up(self, timeline: Timeline, deadline: float) -> GroupInfo:
-        """Answer the ranks' start-up messages until all are ready (the order is in `messages`)."""
-        capacities: dict[int, messages.Capacity] = {}
-        ready: dict[int, messages.Ready] = {}
-        greeted: set[int] = set()
-        while len(ready) < self.size:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise StartupError(self._describe_late(set(range(self.size)) - ready.keys(), timeline))
-            for frame in self._transport.poll(min(left, 1.0)):  # short waits, so that Ctrl-C is heard
-                rank, message = frame.rank, self._decode(frame)
-                if isinstance(message, messages.Hello):
-                    self._greet(rank, message)
-                    greeted.add(rank)
-                elif isinstance(message, messages.Failed):
-                    raise self._startup_error(rank, message)
-                elif rank not in greeted:
-                    raise StartupError(f"rank {rank} sent {type(message).__name__} before it said hello")
-                elif isinstance(message, messages.Progress):
-                    timeline.enter(message.phase, rank, message.fraction)
-                elif isinstance(message, messages.Rendezvous):
-                    for other in range(1, self.size):
-                        self._send(other, message)
-                elif isinstance(message, messages.Capacity):
-                    capacities[rank] = message
-                    if len(capacities) == self.size:
-                        pages = self._agree_on_pages(capacities)
-                        for other in range(self.size):
-                            self._send(other, messages.Allocate(pages))
-                elif isinstance(message, messages.Ready):
-                    ready[rank] = message
-                else:
-                    raise StartupError(f"rank {rank} sent {type(message).__name__} during start-up")
+        handshake = Handshake(self._group_id, self._ranks, self.config.worker, timeline, self._send)
+        while handshake.missing:
+            if time.monotonic() >= deadline:
+                raise handshake.late(self.config.start_timeout)
+            self._take_startup_messages(handshake, min(deadline - time.monotonic(), 1.0))  # short: Ctrl-C is heard
             if self._ended:
-                raise self._died_at_start(self._ended[0], timeline)
-        sizes = {tuple(message.graph_sizes) for message in ready.values()}
-        if len(sizes) != 1:
-            raise StartupError(f"ranks captured different graphs: {sorted(sizes)}")
-        model = capacities[0]
-        eos = tuple(model.eos_token_ids)
-        return GroupInfo(pages, model.vocab_size, model.max_seq_len, eos, model.dtype, sizes.pop(), self._ranks)
+                rank = self._ended[0]
+                if self._runs[rank].exception() is None:  # it gave up; its message may be a moment behind
+                    self._take_startup_messages(handshake, _DIAGNOSIS_TIME)
+                raise handshake.died(rank, self._cause_of_end(rank))
+        return handshake.info()
 
-    def _greet(self, rank: int, hello: messages.Hello) -> None:
-        expected = messages.Hello(messages.PROTOCOL_VERSION, self._group_id, rank)
-        if hello != expected:
-            raise StartupError(
-                f"rank {rank} on {self._ranks[rank].node_ip} said {hello}, expected {expected}: "
-                "all nodes must have the same raydix version"
-            )
-        self._send(rank, messages.Welcome(messages.PROTOCOL_VERSION, self._group_id))
-
-    def _agree_on_pages(self, capacities: dict[int, messages.Capacity]) -> int:
-        rank = min(capacities, key=lambda number: capacities[number].pages)
-        most, asked = capacities[rank].pages, self.config.worker.num_pages
-        if most < 1 or (asked or 0) > most:
-            raise ConfigError(
-                f"rank {rank} has memory for {max(most, 0)} KV pages of {self.config.worker.page_size} tokens"
-                + (f", num_pages asks for {asked}" if asked else "")
-            )
-        return asked or most
-
-    def _startup_error(self, rank: int, failed: messages.Failed) -> RaydixError:
-        where = self._ranks[rank].node_ip
-        if failed.kind in ("model", "config"):
-            return _FAILURES[failed.kind](failed.message)
-        return StartupError(f"rank {rank} on {where} failed in phase {failed.phase!r}: {failed.message}")
-
-    def _died_at_start(self, rank: int, timeline: Timeline) -> StartupError:
-        cause = self._cause_of_end(rank)
-        return StartupError(
-            f"rank {rank} on {self._ranks[rank].node_ip} failed in phase {timeline.phase_of(rank)!r}: {cause}"
-        )
-
-    def _describe_late(self, late: set[int], timeline: Timeline) -> str:
-        states = ", ".join(f"rank {rank} in phase {timeline.phase_of(rank)!r}" for rank in sorted(late))
-        return f"the group was not ready within {self.config.start_timeout:.0f} s: {states} (start_timeout)"
+    def _take_startup_messages(self, handshake: Handshake, timeout: float) -> None:
+        for frame in self._transport.poll(timeout):
+            handshake.take(frame.rank, self._decode(frame))
 
     # -- failures ------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from cluster.rank_actor import RankSpec, Startup
+from cluster.rank_startup import RankSpec, Startup
 from cluster.worker_group import GroupConfig
 from scheduler.config import SchedulerConfig
 from scheduler.fake_model import FakeModel
@@ -90,7 +90,7 @@ class Faults:
         return FakeRunner(spec.worker, self), lambda: None
 
 
-def fake_group_config(tp_size: int, faults: Faults = Faults(), **worker: object) -> GroupConfig:  # noqa: B008
+def fake_group_config(tp_size: int, faults: Faults = Faults(), **worker: object) -> GroupConfig:
     return GroupConfig(
         worker=WorkerConfig(model_path="", tp_size=tp_size, max_seq_len=MAX_SEQ_LEN, **worker),
         resources={"CPU": 1.0},

@@ -1,0 +1,26 @@
+"""One private Ray for all tests of this directory that ask for it, and a tiny checkpoint with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def private_ray() -> Iterator[None]:
+    """Ray in this process, with more CPUs than the machine has: ranks of tiny models may share cores."""
+    import ray
+
+    ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=128 << 20, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with eight query and two KV heads: tensor-parallel sizes 1, 2, 4 and 8."""
+    from tests.checkpoints import make_checkpoint
+
+    return make_checkpoint("llama", tmp_path_factory.mktemp("tiny") / "llama")
