@@ -1,4 +1,4 @@
-"""A real server for the HTTP tests: private Ray, Serve, the default model, one rank on CPU."""
+"""A real server for the HTTP tests: Serve on the Ray of this process, the default model, one rank on CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -75,7 +74,6 @@ def running_server(**config: Any) -> Iterator[Server]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         serve.run(build_openai_app(CONFIG | config), name="test", route_prefix="/")
@@ -84,7 +82,6 @@ def running_server(**config: Any) -> Iterator[Server]:
         yield server
     finally:
         serve.shutdown()
-        ray.shutdown()
 
 
 def events(response: httpx.Response) -> Iterator[str]:

@@ -17,7 +17,7 @@ GREEDY = {"temperature": 0, "max_tokens": 24}
 
 
 @pytest.fixture(scope="module")
-def server():
+def server(private_ray):
     with running_server() as server:
         yield server
 
