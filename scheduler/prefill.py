@@ -93,17 +93,20 @@ class PrefillPlanner:
         """Pages ran out: be more careful at admission for a while."""
         self._growth = min(1.0, max(GROWTH_FIRST, 2 * self._growth))
 
+    def line_changed(self) -> None:
+        """Somebody joined or left the line: who found no room before may not be first now."""
+        self._blocked = None
+
     def _head(self) -> Req | None:
-        """The next request to admit, None if there is none or nothing changed since it found no room."""
+        """The next request to admit; None if there is none, or nothing changed since the first found no room."""
         if not len(self._policy) or not self._rows.free_rows:
             return None
-        head = self._policy.head(self.cached_prefix)
         if self._blocked is not None and self._rows.used_rows:
-            blocked, available, insertions = self._blocked
-            if head is blocked and insertions == self._cache.insertions and available >= self._cache.available_pages:
+            _, available, insertions = self._blocked
+            if insertions == self._cache.insertions and available >= self._cache.available_pages:
                 return None
         self._blocked = None
-        return head
+        return self._policy.head(self.cached_prefix)
 
     def cached_prefix(self, req: Req) -> int:
         """Tokens of a waiting request that are in the prefix cache."""

@@ -28,7 +28,7 @@ from scheduler.policies import create_policy
 from scheduler.prefill import Chunk, PrefillPlanner
 from scheduler.request import InvalidRequest, Req, ReqState, Request, check_request
 from scheduler.row_state import RowState
-from scheduler.step import StepPlan, StepResult
+from scheduler.step import StepFormatError, StepPlan, StepResult
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Scheduler:
         self._requests[request.request_id] = req
         reason = req.finish_before_start()
         if reason is FinishReason.NONE:
-            self.policy.push(req)
+            self._line_up(req)
         else:
             self._end_without_result(req, reason)
 
@@ -157,9 +157,9 @@ class Scheduler:
             ]
             if len(running) > 1:
                 self._preempt(self.policy.victim(running))
-            elif not self._leaving:
+            elif not (self._leaving or self._in_flight):
                 self._give_up(running[0])
-            else:
+            else:  # pages may come back, or a token in flight may end the request: wait
                 break
             rows = rows[self.rows.decoding[rows]]
         if short <= 0:
@@ -244,13 +244,13 @@ class Scheduler:
     def process(self, result: StepResult) -> StepOutputs:
         """Apply the result of the oldest plan in flight.
 
-        Raises ValueError, and changes nothing, if `result` is not that plan's.
+        Raises StepFormatError, and changes nothing, if `result` is not that plan's.
         """
         if not self._in_flight:
-            raise ValueError(f"result of step {result.step_id} arrived, but no step is in flight")
+            raise StepFormatError(f"result of step {result.step_id} arrived, but no step is in flight")
         step = self._in_flight[0]
         if result.step_id != step.step_id or len(result.tokens) != len(step.rows):
-            raise ValueError(
+            raise StepFormatError(
                 f"expected the result of step {step.step_id} with {len(step.rows)} tokens, "
                 f"got step {result.step_id} with {len(result.tokens)}"
             )
@@ -324,14 +324,15 @@ class Scheduler:
         del self._requests[req.request_id]
         if req.table_idx >= 0:
             self.rows.accepts[req.table_idx] = False
-            self.policy.gave_back(req, req.end_len - req.known_len)
             if req.state is not ReqState.PREEMPTED:
+                self.policy.gave_back(req, req.end_len - req.known_len)
                 self._leaving.append(req)
         req.state = ReqState.ENDED
 
     def _stop_planning(self, req: Req) -> None:
         if req.state is ReqState.WAITING:
             self.policy.remove(req)
+            self.prefill.line_changed()
         elif req.state is ReqState.PREFILL:
             self.prefill.running.remove(req)
         elif req.state is ReqState.DECODE:
@@ -370,8 +371,12 @@ class Scheduler:
         self._by_row[row] = None
         req.table_idx = -1
         if req.state is ReqState.PREEMPTED:
-            req.state = ReqState.WAITING
-            self.policy.push(req)
+            self._line_up(req)
+
+    def _line_up(self, req: Req) -> None:
+        req.state = ReqState.WAITING
+        self.policy.push(req)
+        self.prefill.line_changed()
 
     def recover(self) -> None:
         """The workers are new: forget plans in flight and all K/V, and put every unfinished request back in its place
@@ -386,9 +391,9 @@ class Scheduler:
                 req.ids = req.input_ids.copy()
                 req.table_idx = -1
                 req.handle = None
-                req.state = ReqState.WAITING
-                self.policy.gave_back(req, req.end_len)
-                self.policy.push(req)
+                if req.state is not ReqState.PREEMPTED:
+                    self.policy.gave_back(req, req.end_len)
+                self._line_up(req)
         self._by_row = [None] * self.config.max_running_requests
         self.rows.reset()
         self.cache.reset()
