@@ -95,6 +95,11 @@ class MHAKVCache(BaseKVCachePool):
         self.page_size = page_size
         self._k_layers = self.kv_buffer[0].unbind(0)
         self._v_layers = self.kv_buffer[1].unbind(0)
+        self._k_slots: list[torch.Tensor] = []  # by layer, [slots, local_kv_heads, head_dim]
+        self._v_slots: list[torch.Tensor] = []
+        if layout is KVCacheLayout.LAYER_FIRST:
+            self._k_slots = [layer.flatten(0, 1) for layer in self._k_layers]
+            self._v_slots = [layer.flatten(0, 1) for layer in self._v_layers]
 
     @property
     def num_layers(self) -> int:
@@ -117,10 +122,10 @@ class MHAKVCache(BaseKVCachePool):
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, out_loc: torch.Tensor, layer_id: int) -> None:
         slots = out_loc.to(torch.int64)
         if self.layout is KVCacheLayout.LAYER_FIRST:
-            self._k_layers[layer_id].flatten(0, 1)[slots] = k
-            self._v_layers[layer_id].flatten(0, 1)[slots] = v
+            self._k_slots[layer_id].index_copy_(0, slots, k)
+            self._v_slots[layer_id].index_copy_(0, slots, v)
         else:
-            # Pages of one layer are not evenly spaced slots, so there is no flat view to index by slot.
+            # Slots of one layer are not evenly spaced here, so there is no flat view to index by slot.
             page = torch.div(slots, self.page_size, rounding_mode="floor")
             offset = slots - page * self.page_size
             self._k_layers[layer_id][page, offset] = k
