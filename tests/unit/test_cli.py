@@ -1,0 +1,188 @@
+"""The command line without an engine: flags, errors before anything heavy, what is printed."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from cluster.cli import build_parser, main
+from cluster.cli.flags import engine_config, parse_model
+from cluster.cli.output import Timeline, print_table, write_json
+from cluster.cli.serve import check_port_free, reachable, signals_raise, startup_error
+from cluster.config import EngineConfig
+from cluster.errors import ConfigError, EngineDeadError, ModelLoadError, PlacementError, StartupError
+from scheduler.sampling_params import SamplingParams
+
+
+def parse(*argv: str):
+    return build_parser().parse_args(argv)
+
+
+def test_help_is_quick_and_imports_neither_torch_nor_ray():
+    code = (
+        "import sys\nfrom cluster.cli import main\n"
+        "try:\n    main(['bench', 'throughput', '--help'])\n"
+        "except SystemExit as end:\n    assert not end.code\n"
+        "heavy = {'torch', 'ray', 'transformers'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for name in EngineConfig.model_fields:
+        assert "--" + name.replace("_", "-") in done.stdout
+
+
+@pytest.mark.parametrize("command", [["serve"], ["generate"], ["bench", "throughput"], ["bench", "transformers"]])
+def test_every_setting_is_a_flag(command):
+    args = parse(*command, "--tp-size", "2", "--dtype", "bfloat16", "--overlap-depth", "1", "--step-timeout", "2.5")
+    config = engine_config(args)
+    assert (config.tp_size, config.dtype, config.overlap_depth, config.step_timeout) == (2, "bfloat16", 1, 2.5)
+    assert config.model_fields_set == {"tp_size", "dtype", "overlap_depth", "step_timeout"}
+
+
+def test_model_as_argument_or_flag():
+    assert engine_config(parse("serve", "some/model")).model == "some/model"
+    assert engine_config(parse("serve", "--model", "some/model")).model == "some/model"
+    assert engine_config(parse("generate", "a prompt", "--model", "some/model")).model == "some/model"
+    assert engine_config(parse("serve")).model is None
+    with pytest.raises(ConfigError, match="two models"):
+        engine_config(parse("serve", "some/model", "--model", "other/model"))
+
+
+def test_flags_win_over_the_config_file(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("page_size: 4\nmax_step_tokens: 64\nmodel: from/file\n")
+    config = engine_config(parse("serve", "--config", str(file), "--page-size", "8"))
+    assert (config.page_size, config.max_step_tokens, config.model) == (8, 64, "from/file")
+
+
+def test_sampling_flags():
+    argv = ["--temperature", "0", "--stop", "a", "--stop", "b", "--stop-token-ids", "3", "--ignore-eos", "--seed", "1"]
+    sampling = parse_model(SamplingParams, parse("generate", *argv))
+    expected = SamplingParams(temperature=0.0, stop=["a", "b"], stop_token_ids=[3], ignore_eos=True, seed=1)
+    assert sampling == expected
+    assert parse_model(SamplingParams, parse("generate")) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["serve", "--page-size", "0"], "page_size: Input should be greater than or equal to 1 (got 0)"),
+        (["serve", "--model", "/no/such/dir"], "no such directory"),
+        (["serve", "--config", "/no/such/file"], "cannot read config file"),
+        (["generate", "x", "--temperature", "-1", "--top-p", "0"], "temperature: "),
+        (["generate", "x", "--json", "/no/such/dir/out.json"], "no such directory"),
+        (["bench", "throughput", "--min-len", "9", "--max-len", "8"], "--min-len 9 must not exceed --max-len 8"),
+    ],
+)
+def test_mistakes_end_with_exit_code_2_and_one_message(argv, message, capsys):
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("raydix: error: ") and message in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    "argv", [["serve", "--tpsize", "2"], ["serve", "--port", "99999"], ["serve", "--cache-type", "x"], ["x"], []]
+)
+def test_argparse_mistakes_end_with_exit_code_2(argv):
+    with pytest.raises(SystemExit) as end:
+        main(argv)
+    assert end.value.code == 2
+
+
+def test_no_prompts(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n  \n"))
+    assert main(["generate"]) == 2
+    assert "no prompts" in capsys.readouterr().err
+
+
+def test_taken_port_is_found_before_anything_heavy(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 2
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
+    check_port_free("127.0.0.1", port)
+    with pytest.raises(ConfigError, match="cannot listen"):
+        check_port_free("203.0.113.1", port)  # an address of nobody (RFC 5737)
+
+
+def test_signals_raise_once_and_are_given_back():
+    class Stop(BaseException):
+        pass
+
+    before = signal.getsignal(signal.SIGTERM)
+    cleaned = False
+    with pytest.raises(Stop), signals_raise(Stop):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGINT)  # the second does not cut the clean-up short
+            cleaned = True
+    assert cleaned and signal.getsignal(signal.SIGTERM) == before
+
+
+def test_startup_error_takes_the_cause_out_of_a_remote_traceback():
+    text = (
+        "The deployment failed to start 1 times.\nTraceback (most recent call last):\n"
+        '  File "engine.py", line 1, in start\n    raise ModelLoadError(x)\n'
+        "cluster.errors.ModelLoadError: lm_head.weight is missing\nin model.safetensors"
+    )
+    error = startup_error(text)
+    assert type(error) is ModelLoadError and str(error) == "lm_head.weight is missing\nin model.safetensors"
+    placement = startup_error("ray.exceptions.X: y\ncluster.errors.PlacementError: asked for 4")
+    assert type(placement) is PlacementError and str(placement) == "asked for 4"
+    assert type(startup_error("ValueError: something else")) is StartupError
+    assert type(startup_error("cluster.errors.EngineDeadError: rank 0 died")) is EngineDeadError
+
+
+def test_reachable_address():
+    assert [reachable(host) for host in ("0.0.0.0", "::1", "10.0.0.5")] == ["127.0.0.1", "[::1]", "10.0.0.5"]
+
+
+def test_timeline_prints_each_phase_once():
+    out = io.StringIO()
+    timeline = Timeline(out)
+    for share in (0.0, 0.5, 1.0):
+        timeline("loading", share)
+    timeline("ready")
+    timeline.done()
+    assert [line.split("  ")[-1] for line in out.getvalue().splitlines()] == ["loading", "ready"]
+
+
+def test_timeline_counts_up_on_a_terminal():
+    out = io.StringIO()
+    out.isatty = lambda: True  # type: ignore[method-assign]
+    timeline = Timeline(out)
+    for share in (0.0, 0.5, 0.504):
+        timeline("loading", share)
+    timeline("ready")
+    timeline.done()
+    assert out.getvalue().count("\n") == 2 and out.getvalue().count("50 %") == 1
+
+
+def test_tables_and_json(tmp_path, capsys):
+    print_table([{"name": "a", "tokens": 12345, "us": 1.23456}, {"name": "bb", "tokens": 1, "us": 12345.6}])
+    assert capsys.readouterr().out.splitlines() == [
+        "name  tokens      us",
+        "   a  12,345   1.235",
+        "  bb       1  12,346",
+    ]
+    write_json(None, {})
+    write_json(str(tmp_path / "out.json"), {"text": "日本"})
+    assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8")) == {"text": "日本"}
+
+
+def test_version_takes_no_time():
+    started = time.perf_counter()
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0 and time.perf_counter() - started < 5
