@@ -124,3 +124,10 @@ class Sampler:
         searched = self._best(noise.add_(scaled).masked_fill_(keys < threshold[:, None], -torch.inf))
         tokens[chosen] = torch.where(cut.complete, tokens[chosen], searched)
         return tokens
+
+
+def _arg_max(scores: torch.Tensor) -> torch.Tensor:
+    """The first largest entry of each row: int64[S]. On the CPU through numpy, which is ten times as fast there."""
+    if scores.device.type == "cpu":
+        return torch.from_numpy(scores.numpy().argmax(1))
+    return scores.argmax(1)
