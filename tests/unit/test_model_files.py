@@ -1,0 +1,93 @@
+"""What a model's name may be, and what is said when there is no such model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from cluster import model_files
+from cluster.errors import ModelLoadError
+from cluster.model_files import resolve_model, served_name
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    path = tmp_path / "tiny-llama"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    return path
+
+
+def test_a_directory_is_taken_as_it_is(checkpoint):
+    assert resolve_model(str(checkpoint)) == checkpoint
+    assert served_name(str(checkpoint)) == "tiny-llama"
+    assert served_name(None) == "SmolLM2-135M-Instruct"
+    assert served_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+
+
+@pytest.mark.parametrize("model", ["/no/such/dir", "./no/such", "a/b/c", "has space/x", "-x/y"])
+def test_neither_directory_nor_hub_id(model):
+    with pytest.raises(ModelLoadError, match="no such directory, and not of the form of a hub id"):
+        resolve_model(model)
+
+
+def test_not_a_checkpoint(tmp_path, checkpoint):
+    with pytest.raises(ModelLoadError, match=r"no config\.json"):
+        resolve_model(str(tmp_path))
+    with pytest.raises(ModelLoadError, match="is a file; name the checkpoint's directory"):
+        resolve_model(str(checkpoint / "config.json"))
+
+
+def test_default_model_comes_from_the_cache_dir(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(model_files, "ensure_default_model", lambda cache, progress: asked.append(cache) or tmp_path)
+    assert resolve_model(None, cache_dir=tmp_path / "cache") == tmp_path
+    resolve_model(None)
+    assert asked == [tmp_path / "cache", None]
+
+
+def test_a_hub_id_is_downloaded_with_progress(monkeypatch, checkpoint):
+    def snapshot_download(hub_id, allow_patterns, tqdm_class):
+        assert hub_id == "owner/name" and "*.safetensors" in allow_patterns and "*.bin" not in allow_patterns
+        with tqdm_class(total=100, name="hub's own", desc="x", mininterval=0) as bar:
+            bar.update(25)
+        return str(checkpoint)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    seen = []
+    assert resolve_model("owner/name", lambda what, share: seen.append((what, share))) == checkpoint
+    assert ("downloading owner/name", 0.25) in seen and seen[-1] == ("downloaded owner/name", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (LocalEntryNotFoundError("x"), "not in the local hub cache and the hub cannot be reached"),
+        (OSError("disk full"), "could not be downloaded: disk full"),
+    ],
+)
+def test_download_errors_are_clear(monkeypatch, error, message):
+    def snapshot_download(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(ModelLoadError, match=message):
+        resolve_model("owner/name")
+
+
+def test_offline_for_real(tmp_path):
+    """The real hub client, told to stay offline, with an empty cache."""
+    code = (
+        "from cluster.model_files import resolve_model\nfrom cluster.errors import ModelLoadError\n"
+        "try:\n    resolve_model('owner/name')\nexcept ModelLoadError as error:\n    print(error)\n"
+    )
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": ""}
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True, timeout=60
+    )
+    assert "owner/name is not in the local hub cache" in done.stdout, done.stderr
