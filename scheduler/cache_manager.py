@@ -69,10 +69,13 @@ class CacheManager:
         return self.prefix_cache.match_prefix(req.input_ids[:-1], req.handle)
 
     def lock(self, handle: CacheHandle) -> None:
-        self.prefix_cache.lock_handle(handle)
+        """Protect a prefix; the empty one needs no protection."""
+        if handle.cached_len:
+            self.prefix_cache.lock_handle(handle)
 
     def unlock(self, handle: CacheHandle) -> None:
-        self.prefix_cache.lock_handle(handle, unlock=True)
+        if handle.cached_len:
+            self.prefix_cache.lock_handle(handle, unlock=True)
 
     def allocate_paged(self, num_pages: int) -> np.ndarray:
         """int32[num_pages]: first slots of pages, evicting what is missing. Needs `num_pages <= available_pages`."""
@@ -127,12 +130,10 @@ class CacheManager:
             self.insertions += 1
         self.unlock(held)
         req.handle = None
-        pages = rows.page_table[row]
-        if kept_to <= kept_from:
-            self.allocator.free(pages[start // size : num_pages])
-        else:
-            self.allocator.free(pages[start // size : kept_from // size])
-            self.allocator.free(pages[kept_to // size : num_pages])
+        first, duplicates, taken = start // size, kept_from // size, max(kept_from, kept_to) // size
+        for begin, end in ((first, duplicates), (taken, num_pages)):
+            if end > begin:
+                self.allocator.free(rows.page_table[row, begin:end])
         rows.cached_len[row] = 0
 
     def cache_planned(self, req: Req, start: int, slots: np.ndarray) -> None:
@@ -183,7 +184,7 @@ class CacheManager:
         reqs = list(reqs)
         rows, size = self.rows, self.page_size
         self.allocator.check_integrity()
-        self.prefix_cache.check_integrity([req.handle for req in reqs])
+        self.prefix_cache.check_integrity([req.handle for req in reqs if req.handle.cached_len])
         owner = np.zeros(self.num_pages, dtype=np.int8)
         groups = [("free list", self.free_slots), *(("quarantine", pages) for _, pages in self._quarantine)]
         for req in reqs:

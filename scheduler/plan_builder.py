@@ -104,7 +104,7 @@ class PlanBuilder:
 
     def _write_admissions(self, plan: StepPlan, admitted: list[Chunk], suppressed: list) -> None:
         if admitted:
-            np.stack([chunk.req.sampling_words for chunk in admitted], out=plan.sampling)
+            np.concatenate([chunk.req.sampling_words for chunk in admitted], out=plan.sampling.reshape(-1))
             plan.sampling[:, S.ROW] = [chunk.req.table_idx for chunk in admitted]
         if suppressed:
             plan.suppress_runs[:] = [(req.table_idx, req.suppress_until, len(req.stop_ids)) for req in suppressed]

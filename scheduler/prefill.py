@@ -180,7 +180,7 @@ class PrefillPlanner:
         rows.device_len[row] = known
         rows.request_id[row] = req.request_id
         rows.end_len[row] = req.end_len
-        rows.stop_from[row] = req.prompt_len + req.request.sampling.min_tokens
+        rows.stop_from[row] = req.stop_from
         rows.set_stop_ids(row, req.stop_ids)
         rows.last_plan[row] = 0
         rows.accepts[row] = True

@@ -67,7 +67,7 @@ class Req:
 
     __slots__ = (
         "cached_prompt", "end_len", "handle", "ids", "passed_over", "prompt_len", "request",
-        "rows", "sampling_words", "sent_pages", "seq", "state", "stop_ids", "table_idx",
+        "rows", "sampling_words", "sent_pages", "seq", "state", "stop_from", "stop_ids", "suppress_until", "table_idx",
     )  # fmt: skip
 
     def __init__(self, request: Request, seq: int, rows: RowState, eos_token_ids: tuple[int, ...]) -> None:
@@ -81,6 +81,9 @@ class Req:
         self.prompt_len = request.prompt_len
         self.end_len = request.prompt_len + sampling.max_tokens
         self.stop_ids = (() if sampling.ignore_eos else eos_token_ids) + tuple(sampling.stop_token_ids)
+        self.stop_from = request.prompt_len + sampling.min_tokens  # first position that may get a stop token
+        # Where workers have to be told: positions before this one must not get a stop token; 0: no such limit.
+        self.suppress_until = self.stop_from if sampling.min_tokens and self.stop_ids else 0
         self.cached_prompt = -1  # prompt tokens found in the cache at first admission
         self.handle: CacheHandle | None = None  # locked while it has a row
         self.sent_pages = 0  # pages of the row that the workers' page table knows
@@ -90,12 +93,6 @@ class Req:
             self.sampling_words, row=0, temperature=sampling.temperature, top_p=sampling.top_p, min_p=sampling.min_p,
             top_k=max(sampling.top_k, 0), seed=sampling.seed, prompt_len=request.prompt_len,
         )  # fmt: skip
-
-    @property
-    def suppress_until(self) -> int:
-        """Positions before this one must not get a stop token; 0: no such limit."""
-        min_tokens = self.request.sampling.min_tokens
-        return self.prompt_len + min_tokens if min_tokens and self.stop_ids else 0
 
     @property
     def request_id(self) -> int:

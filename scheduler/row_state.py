@@ -86,7 +86,8 @@ class RowState:
             more = np.full((len(ids) - len(self.stop_ids), self.num_rows), -1, dtype=np.int32)
             self.stop_ids = np.concatenate([self.stop_ids, more])
         self.stop_ids[:, row] = -1
-        self.stop_ids[: len(ids), row] = ids
+        if ids:
+            self.stop_ids[: len(ids), row] = ids
 
     def reset(self) -> None:
         """All rows are free and empty."""

@@ -17,7 +17,7 @@ class SamplingParams(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    temperature: float = Field(1.0, ge=0, allow_inf_nan=False, description="0: greedy, the lowest id wins ties")
+    temperature: float = Field(1.0, ge=0, le=1e6, allow_inf_nan=False, description="0: greedy, the lowest id wins ties")
     top_p: float = Field(1.0, gt=0, le=1, description="keep the likeliest tokens up to this mass; 1: off")
     top_k: int = Field(0, ge=-1, lt=2**31, description="keep this many likeliest tokens; 0 or -1: off")
     min_p: float = Field(0.0, ge=0, le=1, description="keep tokens at least this likely next to the best; 0: off")

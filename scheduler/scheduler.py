@@ -353,14 +353,15 @@ class Scheduler:
         """Rows and pages that no plan in flight uses become free; preempted requests wait again. True if any did."""
         before = self.cache.free_pages
         self.cache.release_quarantine(self._returned)
-        staying = [req for req in self._leaving if self.rows.last_plan[req.table_idx] > self._returned]
-        gone = len(self._leaving) - len(staying)
-        if gone:
-            for req in self._leaving:
+        if self._leaving:
+            leaving, self._leaving = self._leaving, []
+            for req in leaving:
                 if self.rows.last_plan[req.table_idx] <= self._returned:
                     self._give_back(req)
-            self._leaving = staying
-        return gone > 0 or self.cache.free_pages > before
+                else:
+                    self._leaving.append(req)
+            return len(self._leaving) < len(leaving) or self.cache.free_pages > before
+        return self.cache.free_pages > before
 
     def _give_back(self, req: Req) -> None:
         row = req.table_idx

@@ -23,6 +23,7 @@ by a CRC-32, so a damaged or truncated buffer is refused (`StepFormatError`), ne
 
 from __future__ import annotations
 
+import struct
 import zlib
 from enum import IntEnum, IntFlag
 
@@ -84,6 +85,7 @@ class S(IntEnum):
     RESERVED_1 = 9
 
 
+_SAMPLING_ENTRY = struct.Struct("<i3fiQ3i")  # the words of `S`; little-endian puts the seed's low word first
 _COUNTS = slice(H.NUM_ROWS, H.NUM_SUPPRESS_IDS + 1)
 
 
@@ -106,12 +108,8 @@ def pack_sampling(
     out: np.ndarray, *, row: int, temperature: float, top_p: float, min_p: float, top_k: int, seed: int, prompt_len: int
 ) -> None:
     """Write one sampling entry into `out` (int32[SAMPLING_WORDS]). `top_k` 0 means off; `seed` is unsigned 64-bit."""
-    out[:] = 0
-    out[S.ROW] = row
-    out[S.TEMPERATURE : S.MIN_P + 1] = np.array([temperature, top_p, min_p], dtype=np.float32).view(np.int32)
-    out[S.TOP_K] = top_k
-    out[S.SEED_LOW], out[S.SEED_HIGH] = _split64(seed)
-    out[S.PROMPT_LEN] = prompt_len
+    words = _SAMPLING_ENTRY.pack(row, temperature, top_p, min_p, top_k, seed, prompt_len, 0, 0)
+    out[:] = np.frombuffer(words, dtype="<i4")
 
 
 class StepPlan:
@@ -122,7 +120,7 @@ class StepPlan:
     `out_loc` has `padded_tokens`, `sample` has `padded_rows`; the live part is the first `num_*` entries.
     """
 
-    __slots__ = (
+    __slots__ = (  # noqa: RUF023
         "buffer", "num_rows", "padded_rows", "num_decode", "num_samples", "num_tokens", "padded_tokens",
         "rows", "cached_len", "device_len", "sample", "out_loc",
         "page_deltas", "token_runs", "run_tokens", "sampling", "suppress_runs", "suppress_ids",
@@ -180,14 +178,18 @@ class StepPlan:
         """
         buffer = _as_words(data, HEADER_WORDS, PLAN_MAGIC, "plan")
         counts = buffer[_COUNTS].tolist()
-        rows, padded_rows, decode, samples, tokens, padded_tokens, deltas, runs, run_tokens, sampling, srun, sids = counts
+        rows, padded_rows, decode, samples, tokens, padded_tokens, deltas, runs, run_tokens, sampling, srun, sids = (
+            counts
+        )
         if min(counts) < 0 or not (decode <= rows <= padded_rows and samples <= rows and tokens <= padded_tokens):
             raise StepFormatError(f"step plan has impossible counts {counts}")
         words = plan_words(padded_rows, padded_tokens, deltas, runs, run_tokens, sampling, srun, sids)
         if words != len(buffer):
             raise StepFormatError(f"step plan holds {len(buffer)} words, its counts need {words}")
         if buffer[H.CHECKSUM] != _checksum(buffer):
-            raise StepFormatError(f"step plan {_join64(buffer[H.STEP_ID_LOW], buffer[H.STEP_ID_HIGH])} fails its checksum")
+            raise StepFormatError(
+                f"step plan {_join64(buffer[H.STEP_ID_LOW], buffer[H.STEP_ID_HIGH])} fails its checksum"
+            )
         plan = cls(buffer)
         if int(plan.token_runs[:, 2].sum()) != run_tokens or int(plan.suppress_runs[:, 2].sum()) != sids:
             raise StepFormatError("step plan's runs do not add up to the ids they carry")
