@@ -22,7 +22,6 @@ from worker.sampling import Sampler, SamplingMode
 from worker.step_input import StepInput, hot_views, hot_words, sample_targets
 from worker.token_pool import TokenPool
 
-WARM_UP_RUNS = 2
 GREEDY = SamplingMode(noisy=False, num_filtered=0, wide=False, wide_k=False, suppress=False)
 NOISY = SamplingMode(noisy=True, num_filtered=0, wide=False, wide_k=False, suppress=False)
 
@@ -89,10 +88,10 @@ class DecodeGraphs:
         return self._tokens[:size]
 
     def _capture(self, size: int) -> _Captured:
-        for _ in range(WARM_UP_RUNS):
-            self._forward(size)
-            self._sample(size, size, GREEDY)
-            self._sample(size, size, NOISY)
+        # Once outside a capture: kernels are compiled and loaded, and buffers made, on their first run.
+        self._forward(size)
+        self._sample(size, size, GREEDY)
+        self._sample(size, size, NOISY)
         self._device.synchronize()
         return _Captured(
             forward=self._record(lambda: self._forward(size)),
@@ -101,9 +100,13 @@ class DecodeGraphs:
         )
 
     def _record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        # Not the `torch.cuda.graph` context: it empties caches and, in some versions, collects garbage each time.
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
             work()
+        finally:
+            graph.capture_end()
         return graph
 
     def _forward(self, size: int) -> None:

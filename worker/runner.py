@@ -14,7 +14,7 @@ import torch
 
 from kvcache.pool import BaseKVCachePool, KVCacheLayout, create_kvcache_pool, local_kv_heads
 from scheduler.step import StepPlan, StepResult
-from worker.attention import create_attention_backend
+from worker.attention import TorchAttention, create_attention_backend
 from worker.config import WorkerConfig
 from worker.device import Download, create_device
 from worker.errors import ModelError
@@ -127,6 +127,12 @@ class ModelRunner:
         heads, _ = local_kv_heads(model.num_kv_heads, self._tp.size, self._tp.rank)
         return 2 * model.num_layers * self.config.page_size * heads * model.head_dim * self._dtype.itemsize
 
+    @property
+    def _captures(self) -> bool:
+        """The torch attention backend plans on the host, so its steps cannot be captured."""
+        graphs = self.config.use_graphs and self._device.supports_graphs
+        return graphs and not isinstance(self._context.attention, TorchAttention)
+
     def load(self) -> None:
         """Create the model and stream this rank's shard of the weights.
 
@@ -143,21 +149,22 @@ class ModelRunner:
 
         CPU: a share of the memory available now, divided among this machine's ranks. CUDA: what
         `memory_utilization` leaves after the weights and the largest step, which is run once to measure it.
+        A configured `num_pages` is checked against that memory (on the CPU against all of it) and returned.
 
         Raises:
-            ModelError: not even one page fits; says how much memory there is and what takes it.
+            ModelError: the configured pages, or even one, do not fit; says how much memory there is.
         """
-        per_row = -(-self._max_seq_len // self.config.page_size)
-        useful = self.config.max_running_requests * per_row
-        room = self._cuda_room() if self.config.device == "cuda" else self._cpu_room()
-        pages = min(useful, room // self.page_bytes - 1)  # one for the dummy page
-        if pages < 1:
+        config = self.config
+        room = self._cuda_room() if config.device == "cuda" else self._cpu_room()
+        fitting = room // self.page_bytes - 1  # one for the dummy page
+        if fitting < (config.num_pages or 1):
             raise ModelError(
-                f"no memory for KV pages: {max(room, 0) / 2**20:.0f} MiB are left, a page of {self.config.page_size} "
-                f"tokens takes {self.page_bytes / 2**20:.2f} MiB and two are the least; use a smaller page_size or "
-                f"max_step_tokens, more ranks, or raise the memory share"
+                f"no memory for {config.num_pages or 1} KV pages: {max(room, 0) / 2**20:.0f} MiB are left for them, a "
+                f"page of {config.page_size} tokens takes {self.page_bytes / 2**20:.2f} MiB and one more is needed for "
+                f"padding; use fewer pages, a smaller max_step_tokens, more ranks, or a larger share of the memory"
             )
-        return pages
+        useful = config.max_running_requests * -(-self._max_seq_len // config.page_size)
+        return config.num_pages or min(useful, fitting)
 
     def allocate(self, num_pages: int) -> None:
         """Create the pool of `num_pages` usable pages (and the dummy page), page table, token pool and sampler."""
@@ -190,7 +197,7 @@ class ModelRunner:
         self._progress("compiling kernels", 0.0)
         self._run_largest_step()
         self._progress("compiling kernels", 1.0)
-        if not self.config.use_graphs:
+        if not self._captures:
             return ()
         sizes = decode_graph_sizes(self.config.max_running_requests)
         graphs = DecodeGraphs(
@@ -241,7 +248,8 @@ class ModelRunner:
 
     def _cpu_room(self) -> int:
         available, _ = self._device.memory()
-        return int(available * self.config.cpu_memory_share) // self.config.local_ranks
+        share = self.config.cpu_memory_share if self.config.num_pages is None else 1.0
+        return int(available * share) // self.config.local_ranks
 
     def _cuda_room(self) -> int:
         """Bytes for KV pages: the share of the card, less weights, the largest step, and what graphs will take."""
@@ -262,7 +270,7 @@ class ModelRunner:
 
     def _graph_bytes(self) -> int:
         """Estimate: the static logits and the sampler's copies of them, and each graph's kernels and activations."""
-        if not self.config.use_graphs:
+        if not self._captures:
             return 0
         sizes = decode_graph_sizes(self.config.max_running_requests)
         return 4 * max(sizes) * self._model.lm_head.local_size * 4 + len(sizes) * GRAPH_BYTES

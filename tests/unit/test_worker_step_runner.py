@@ -178,12 +178,24 @@ def test_model_info_and_max_pages(checkpoint) -> None:
     assert runner.max_pages() == MAX_ROWS * (64 // 4)  # what all rows can use: memory holds more
 
 
+def test_the_largest_step_runs_and_writes_the_dummy_page_only(checkpoint) -> None:
+    path, model = checkpoint
+    runner, driver = make_runner(path), make_driver()
+    runner._run_largest_step()
+    assert not runner._pool.k_cache(0)[:-1].any() and not runner._pool.v_cache(1)[:-1].any()
+    rows = [driver.request(row, prompt) for row, prompt in zip([5, 0], prompts(3, 9), strict=True)]
+    assert run(runner, driver, rows, 4) == [reference(model, row.tokens[: row.prompt_len], 4) for row in rows]
+
+
 def test_clear_errors(checkpoint) -> None:
     path, _ = checkpoint
     with pytest.raises(ModelError, match="max_seq_len 65 exceeds"):
         make_runner(path, max_seq_len=65)
-    with pytest.raises(ModelError, match=r"no memory for KV pages.*MiB"):
+    with pytest.raises(ModelError, match=r"no memory for 1 KV pages: 0 MiB"):
         make_runner(path, cpu_memory_share=0.0).max_pages()
+    with pytest.raises(ModelError, match=r"no memory for 1000000000 KV pages"):
+        make_runner(path, num_pages=1_000_000_000).max_pages()
+    assert make_runner(path, num_pages=33).max_pages() == 33
 
 
 @pytest.mark.parametrize("tp_size", [2, 4])

@@ -12,6 +12,7 @@ import torch
 from worker.parallel import TPGroup
 from worker.sampling.filters import OrderKeys, cut_list, search_threshold
 from worker.sampling.noise import gumbel, row_keys
+from worker.sampling.shard import best_of, create_shard_sampler
 from worker.sampling.state import SamplingMode, SamplingState
 
 LIST_SIZE = 256
@@ -36,6 +37,7 @@ class Sampler:
         self._vocab_start = vocab_start
         self._ids = torch.arange(vocab_start, vocab_start + vocab_size // tp.size, dtype=torch.int32, device=device)
         self._order = OrderKeys(vocab_size)
+        self._sample_shard = create_shard_sampler(device)
 
     def sample(
         self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, mode: SamplingMode
@@ -48,22 +50,21 @@ class Sampler:
             positions: int64[S], the absolute positions the tokens will have.
             mode: what the rows' parameters need (`SamplingState.mode`).
         """
-        if logits.is_cuda and mode.is_plain:
-            return self._one_pass(logits, rows, positions, mode.noisy)
-        logits = logits.float()
+        state = self.state
+        if not (mode.is_plain and logits.is_cuda):  # the fused kernel reads any dtype
+            logits = logits.float()
         if mode.suppress:
             self._suppress(logits, rows, positions)
-        if not mode.noisy:
-            return self._best(logits)
-        k0, k1 = row_keys(self.state.seed_key[rows], positions)
-        scaled = logits.mul_(self.state.scale[rows, None])
         if mode.num_filtered == len(rows):
-            return self._filtered(scaled, rows, k0, k1, mode)
-        noise = gumbel(k0[:, None], k1[:, None], self._ids)
-        tokens = self._best(noise.mul_(self.state.noise[rows, None]).add_(scaled))
+            return self._filtered(logits, rows, positions, mode)
+        tokens = self._agree(
+            *self._sample_shard(
+                logits, self._vocab_start, rows, positions, state.scale, state.noise, state.seed_key, mode.noisy
+            )
+        )
         if mode.num_filtered:
-            chosen = torch.argsort(self.state.filtered[rows].int(), descending=True, stable=True)[: mode.num_filtered]
-            tokens[chosen] = self._filtered(scaled[chosen], rows[chosen], k0[chosen], k1[chosen], mode)
+            chosen = torch.argsort(state.filtered[rows].int(), descending=True, stable=True)[: mode.num_filtered]
+            tokens[chosen] = self._filtered(logits[chosen], rows[chosen], positions[chosen], mode)
         return tokens
 
     def _suppress(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
@@ -74,34 +75,20 @@ class Sampler:
         value = torch.where(active, -torch.inf, torch.inf)
         logits.scatter_reduce_(1, column.clamp(0, logits.shape[1] - 1), value, "amin")
 
-    def _best(self, scores: torch.Tensor) -> torch.Tensor:
-        """Arg-max over all shards, the lowest id among equals: int32[S]."""
+    def _agree(self, scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The best of the shards' best, the lowest id among equals: int32[S]."""
         if self._tp.size == 1:
-            return scores.argmax(1).to(torch.int32)
-        value, index = scores.max(1)
-        return self._across_ranks(value, index + self._vocab_start)
-
-    def _one_pass(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, noisy: bool) -> torch.Tensor:
-        """Greedy and temperature-only rows on CUDA: one kernel reads the logits once."""
-        from worker.kernels.sample import sample_shard  # triton comes with torch for CUDA only
-
-        state = self.state
-        value, ids = sample_shard(
-            logits, self._vocab_start, rows, positions, state.scale, state.noise, state.seed_key, noisy
-        )
-        return ids if self._tp.size == 1 else self._across_ranks(value, ids)
-
-    def _across_ranks(self, value: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """The ids of the ranks' best values, the lowest id among equals: int32[S]."""
-        keys = self._order.encode(value, ids)
-        return self._order.ids(self._tp.all_gather(keys[None], 0).amax(0))
+            return tokens
+        return self._order.ids(self._tp.all_gather(self._order.encode(scores, tokens)[None], 0).amax(0))
 
     def _filtered(
-        self, scaled: torch.Tensor, rows: torch.Tensor, k0: torch.Tensor, k1: torch.Tensor, mode: SamplingMode
+        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, mode: SamplingMode
     ) -> torch.Tensor:
         """Tokens of rows with filters. On CPU the few rows whose cut lies beyond the list are searched alone; on CUDA,
         where asking would stall the stream, a step that may contain one searches for all of them."""
         state, order, tp = self.state, self._order, self._tp
+        scaled = logits.mul_(state.scale[rows, None])
+        k0, k1 = row_keys(state.seed_key[rows], positions)
         top_k, top_p, min_p = state.top_k[rows], state.top_p[rows], state.min_p[rows]
         keys = order.encode(scaled, self._ids)
         cut = cut_list(keys, scaled, top_k, top_p, min_p, self._list_size, self._vocab_size, order, tp)
@@ -121,13 +108,7 @@ class Sampler:
             chosen = slice(None)
         threshold = search_threshold(keys, scaled, cut, top_k, top_p, min_p, mode.wide_k, order, tp)
         noise = gumbel(k0[:, None], k1[:, None], self._ids)
-        searched = self._best(noise.add_(scaled).masked_fill_(keys < threshold[:, None], -torch.inf))
+        scores = noise.add_(scaled).masked_fill_(keys < threshold[:, None], -torch.inf)
+        searched = self._agree(*best_of(scores, self._vocab_start))
         tokens[chosen] = torch.where(cut.complete, tokens[chosen], searched)
         return tokens
-
-
-def _arg_max(scores: torch.Tensor) -> torch.Tensor:
-    """The first largest entry of each row: int64[S]. On the CPU through numpy, which is ten times as fast there."""
-    if scores.device.type == "cpu":
-        return torch.from_numpy(scores.numpy().argmax(1))
-    return scores.argmax(1)

@@ -1,0 +1,49 @@
+"""The best token of a shard: greedy and temperature-only sampling, before ranks compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from worker.sampling.noise import gumbel, row_keys
+
+ShardSampler = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def create_shard_sampler(device: torch.device) -> ShardSampler:
+    """`sample_shard` for `device`: one Triton kernel on CUDA, the function below elsewhere."""
+    if device.type == "cuda":
+        from worker.kernels.sample import sample_shard as fused  # triton comes with torch for CUDA only
+
+        return fused
+    return sample_shard
+
+
+def sample_shard(
+    logits: torch.Tensor, vocab_start: int, rows: torch.Tensor, positions: torch.Tensor,
+    scale: torch.Tensor, noise: torch.Tensor, seed_key: torch.Tensor, noisy: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Best perturbed score of each entry in this shard and its token id: (float32[S], int32[S]).
+
+    Args:
+        logits: float32[S, local_vocab].
+        rows, positions: int64[S], table row and absolute position of each entry.
+        scale, noise (0 or 1): float32, seed_key: int64, by table row (`SamplingState`).
+        noisy: False when all entries are greedy: a plain arg-max.
+    """
+    if noisy:
+        k0, k1 = row_keys(seed_key[rows], positions)
+        ids = torch.arange(vocab_start, vocab_start + logits.shape[1], dtype=torch.int32, device=logits.device)
+        perturbation = gumbel(k0[:, None], k1[:, None], ids).mul_(noise[rows, None])
+        logits = perturbation.addcmul_(logits, scale[rows, None])
+    return best_of(logits, vocab_start)
+
+
+def best_of(scores: torch.Tensor, vocab_start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest score of each row and its token id, the lowest id among equals: (float32[S], int32[S])."""
+    if scores.device.type == "cpu":  # numpy is ten times as fast here
+        index = torch.from_numpy(scores.numpy().argmax(1))
+    else:
+        index = scores.argmax(1)
+    return scores.gather(1, index[:, None])[:, 0], (index + vocab_start).to(torch.int32)
