@@ -82,7 +82,8 @@ def _validation_problem(error: RequestValidationError) -> Problem:
             lines.append(str(cause))
         else:
             message = finding["msg"].removeprefix("Value error, ")
-            lines.append(f"{name}: {message}" if name else _NO_OBJECT)
+            no_object = finding["type"] in ("model_attributes_type", "model_type", "missing")
+            lines.append(f"{name}: {message}" if name else _NO_OBJECT if no_object else message)
     unique = list(dict.fromkeys(lines))
     return Problem(400, "; ".join(unique), "invalid_request_error", params[0] if params else None)
 

@@ -5,6 +5,7 @@ are the types themselves and not strings (no `from __future__ import annotations
 """
 
 import asyncio
+import json
 import logging
 from importlib.metadata import version
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import ray
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import Response
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
@@ -44,10 +45,11 @@ app = FastAPI(title="Raydix", version=VERSION, docs_url=None, redoc_url=None)
 @app.exception_handler(RequestValidationError)
 @app.exception_handler(HTTPException)
 @app.exception_handler(Exception)
-async def answer_error(request: Request, error: Exception) -> JSONResponse:
+async def answer_error(request: Request, error: Exception) -> Response:
     """Every error in OpenAI's form."""
     problem = problem_of(error)
-    return JSONResponse(problem.body, problem.status, problem.headers)
+    # Escaped to ASCII: a message may quote text of the request that UTF-8 cannot hold.
+    return Response(json.dumps(problem.body), problem.status, problem.headers, "application/json")
 
 
 @serve.deployment(

@@ -9,18 +9,19 @@ Reference: https://platform.openai.com/docs/api-reference/chat and .../completio
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from cluster.errors import InvalidRequestError
 from cluster.serve.errors import ContextLengthError
 from scheduler.sampling_params import SamplingParams
 
 MAX_CHOICES = 128
-MAX_PROMPTS = 1024
+MAX_STREAMS = 1024  # prompts x n of one request
 COMPLETION_DEFAULT_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
 _SAMPLING_FIELDS = (
@@ -33,6 +34,18 @@ _SAMPLING_FIELDS = (
     "stop_token_ids",
     "ignore_eos",
 )
+
+
+def _check_unicode(text: str) -> str:
+    """JSON can smuggle in half of a surrogate pair, which no tokenizer and no answer can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"not valid Unicode: a lone surrogate at character {error.start}") from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(_check_unicode)]
 
 
 class StreamOptions(BaseModel):
@@ -66,7 +79,7 @@ class GenerationRequest(BaseModel):
         "store": (False,),
     }
 
-    model: str | None = None
+    model: Text | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
@@ -75,13 +88,13 @@ class GenerationRequest(BaseModel):
     min_p: float | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
-    stop: str | list[str] | None = None
+    stop: Text | list[Text] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
+    user: Text | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -162,7 +175,7 @@ class TextPart(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ChatMessage(BaseModel):
@@ -171,8 +184,8 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
+    content: Text | list[TextPart]
+    name: Text | None = None
 
     def for_template(self) -> dict[str, str]:
         """As chat templates expect it: plain text, and `developer` under its older name."""
@@ -211,6 +224,7 @@ class ChatCompletionRequest(GenerationRequest):
         taken = sorted({"messages", "add_generation_prompt"} & (options or {}).keys())
         if taken:
             raise ValueError(f"{', '.join(taken)} is a field of the request itself")
+        _check_unicode(json.dumps(options, ensure_ascii=False))
         return options
 
     @model_validator(mode="after")
@@ -234,16 +248,21 @@ class CompletionRequest(GenerationRequest):
         "suffix": ("",),
     }
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Text | list[Text] | list[int] | list[list[int]]
 
     @field_validator("prompt")
     @classmethod
     def _not_empty(cls, prompt: str | list) -> str | list:
         if len(prompt) == 0 or (isinstance(prompt[0], str | list) and not all(prompt)):
             raise ValueError("the prompt is empty; give at least one token of text")
-        if isinstance(prompt[0], str | list) and not isinstance(prompt, str) and len(prompt) > MAX_PROMPTS:
-            raise ValueError(f"{len(prompt)} prompts in one request; at most {MAX_PROMPTS} are served")
         return prompt
+
+    @model_validator(mode="after")
+    def _limit_choices(self) -> CompletionRequest:
+        total = len(self.prompts) * self.choices
+        if total > MAX_STREAMS:
+            raise InvalidFieldError(f"{total} choices (prompts x n) in one request; the limit is {MAX_STREAMS}", "n")
+        return self
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -110,7 +110,7 @@ def test_after_200_requests_with_random_aborts_every_page_is_back(server):
 
 
 def test_a_killed_worker_ends_every_stream_with_an_error(server):
-    """Last in this file: it takes the engine down."""
+    """It takes the engine down: only the next test may follow."""
     info = server.engine.info.remote().result(timeout_s=10)
     pids = [rank["pid"] for rank in info["ranks"]]
     waiting: list[httpx.Response] = []
@@ -134,3 +134,11 @@ def test_a_killed_worker_ends_every_stream_with_an_error(server):
     assert server.post("/v1/completions", LONG).status_code == 503
     assert time.monotonic() - killed < 10
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 5)
+
+
+def test_serve_replaces_the_failed_engine(server):
+    until(lambda: server.get("/ready").status_code == 200, 60)
+    answer = server.post("/v1/completions", LONG | {"max_tokens": 5})
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] == 5
+    server.wait_idle()

@@ -170,11 +170,14 @@ def test_choice_i_has_seed_plus_i(server):
 
 
 def test_many_clients_get_their_own_answers(server):
-    prompts = [f"The number {number} is" for number in range(12)]
-    alone = [complete(server, prompt=prompt)["choices"][0]["text"] for prompt in prompts]
-    with ThreadPoolExecutor(12) as pool:
-        together = list(pool.map(lambda prompt: complete(server, prompt=prompt)["choices"][0]["text"], prompts))
-    assert together == alone
+    prompts = [f"The number {number} is" for number in range(8)]
+
+    def text(prompt):
+        return complete(server, prompt=prompt, max_tokens=12)["choices"][0]["text"]
+
+    alone = [text(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(text, prompts)) == alone
 
 
 BAD_REQUESTS = [
@@ -191,6 +194,8 @@ BAD_REQUESTS = [
     ("/v1/completions", {"prompt": 5}, 400, "prompt"),
     ("/v1/completions", {"prompt": "a", "streem": True}, 400, "streem"),
     ("/v1/completions", {"prompt": "a", "logprobs": 3}, 400, "logprobs"),
+    ("/v1/completions", {"prompt": "half a pair: \ud83d"}, 400, "prompt"),
+    ("/v1/completions", {"prompt": "a", "half \ud83d": 1}, 400, None),
     ("/v1/completions", {}, 400, "prompt"),
     ("/v1/completions", [1], 400, None),
     ("/v1/chat/completions", {"messages": []}, 400, "messages"),
@@ -206,9 +211,11 @@ def test_bad_requests_are_refused_by_name(server, stream):
     for path, body, status, param in BAD_REQUESTS:
         if isinstance(body, dict):
             body = body | {"stream": stream}
-        response = server.post(path, body)
+        # dumped here: ASCII escapes carry what a client's UTF-8 cannot
+        headers = {"content-type": "application/json"}
+        response = server.post(path, content=json.dumps(body), headers=headers)
         error = response.json()["error"]
-        assert (response.status_code, error["type"].endswith("error")) == (status, True), (body, response.text)
+        assert response.status_code == status, (body, response.text)
         assert error["param"] == param or error["param"].startswith(f"{param}."), (body, error)
         assert error["message"]
     server.wait_idle()

@@ -24,10 +24,10 @@ def text(**fields):
     return CompletionRequest.model_validate({"prompt": "hello"} | fields)
 
 
-def problem(model, **fields):
+def problem(make, /, **fields):
     """The answer to a body that does not validate, as FastAPI would report it."""
     with pytest.raises(ValidationError) as caught:
-        model(**fields)
+        make(**fields)
     findings = [finding | {"loc": ("body", *finding["loc"])} for finding in caught.value.errors()]
     return problem_of(RequestValidationError(findings))
 
@@ -49,6 +49,10 @@ def problem(model, **fields):
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": "half \ud83d"}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud83d"}]}]}, "messages.0.content"),
+        ({"chat_template_kwargs": {"x": "\ud83d"}}, "chat_template_kwargs"),
+        ({"model": "\ud83d"}, "model"),
         ({"max_tokns": 3}, "max_tokns"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include": True}}, "stream_options.include"),
@@ -69,7 +73,7 @@ def test_a_wrong_chat_request_names_its_field(fields, param):
     assert param.split(".")[0] in answer.message
 
 
-@pytest.mark.parametrize("prompt", ["", [], [""], [[]], ["a", ""], 5, [1.5], [None], {"a": 1}])
+@pytest.mark.parametrize("prompt", ["", [], [""], [[]], ["a", ""], 5, "\ud83d", [1.5], [None], {"a": 1}])
 def test_a_wrong_prompt_is_refused(prompt):
     answer = problem(text, prompt=prompt)
     assert answer.status == 400
@@ -82,6 +86,11 @@ def test_a_wrong_prompt_is_refused(prompt):
 )
 def test_the_four_forms_of_a_prompt(prompt, prompts):
     assert text(prompt=prompt).prompts == prompts
+
+
+def test_prompts_times_n_is_bounded():
+    assert problem(text, prompt=["a"] * 600, n=2).param == "n"
+    assert len(text(prompt=["a"] * 1024).prompts) == 1024
 
 
 def test_neutral_values_of_unsupported_fields_are_accepted():
