@@ -18,6 +18,7 @@ import torch
 
 from scheduler.step import StepPlan
 from worker.device import Device
+from worker.models.base import CausalLM
 from worker.sampling import Sampler, SamplingMode
 from worker.step_input import StepInput, hot_views, hot_words, sample_targets
 from worker.token_pool import TokenPool
@@ -44,12 +45,11 @@ class DecodeGraphs:
     """Captures and replays decode steps of fixed batch sizes. CUDA only.
 
     Args:
-        model: `model(batch) -> hidden [B, hidden]`, `model.compute_logits(hidden) -> [B, local_vocab]`.
         max_seq_len: the largest `device_len` a graph must handle.
     """
 
     def __init__(
-        self, model: torch.nn.Module, step_input: StepInput, sampler: Sampler,
+        self, model: CausalLM, step_input: StepInput, sampler: Sampler,
         token_pool: TokenPool, device: Device, sizes: tuple[int, ...], max_seq_len: int,
     ) -> None:  # fmt: skip
         self.sizes = sizes
