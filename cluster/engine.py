@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 
 from cluster import ray_runtime
@@ -93,7 +92,7 @@ class Engine:
         self._on_outputs = on_outputs
         self._on_failure = on_failure
         self._lock = threading.Lock()
-        self._unfinished = 0
+        self._unfinished: set[int] = set()
         self._closed = False
         self._runtime: ray_runtime.RayRuntime | None = None
         self._scheduler: Scheduler | None = None
@@ -176,11 +175,13 @@ class Engine:
         self._check_serving()
         self.validate(request)
         with self._lock:
+            if request.request_id in self._unfinished:
+                raise InvalidRequestError(f"request id {request.request_id} is in use by an unfinished request")
             room = self.config.max_running_requests + self.config.max_queued_requests
-            if self._unfinished >= room:
-                raise OverloadedError(f"{self._unfinished} requests are running or waiting, the limit is {room}")
-            self._unfinished += 1
-        self._driver.post(partial(self._add, request))
+            if len(self._unfinished) >= room:
+                raise OverloadedError(f"{room} requests are running or waiting, which is the limit")
+            self._unfinished.add(request.request_id)
+        self._driver.post(partial(self._scheduler.add, request))
 
     def abort(self, request_id: int) -> None:
         """End a request early; its finish (ABORT) arrives like any other. An unknown id is ignored."""
@@ -215,18 +216,10 @@ class Engine:
 
     # -- in the driver's thread ------------------------------------------------------------------------------------
 
-    def _add(self, request: Request) -> None:
-        try:
-            self._scheduler.add(request)
-        except InvalidRequest as error:  # such as an id that is in use
-            failed = [(request.request_id, FinishReason.ERROR, 0)]
-            self._handle_outputs(StepOutputs.of_finished(failed, {request.request_id: str(error)}))
-
     def _handle_outputs(self, outputs: StepOutputs) -> None:
-        finished = int(np.count_nonzero(outputs.finish))
-        if finished:
+        if outputs.finish.any():
             with self._lock:
-                self._unfinished -= finished
+                self._unfinished.difference_update(outputs.request_ids[outputs.finish != FinishReason.NONE].tolist())
         self._on_outputs(outputs)
 
     def _read_stats(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -119,7 +120,7 @@ class TestGroup:
 
     def test_a_missing_tensor_is_said_once_and_as_what_it_is(self) -> None:
         group = make_group(faults=Faults(load_error=1))
-        with pytest.raises(ModelLoadError, match="no tensor model.norm.weight"):
+        with pytest.raises(ModelLoadError, match=r"no tensor model\.norm\.weight"):
             group.start(Timeline(no_progress))
 
     def test_a_start_up_error_says_rank_phase_and_cause(self) -> None:
@@ -128,11 +129,9 @@ class TestGroup:
             group.start(Timeline(no_progress))
 
     def test_a_rank_that_never_gets_ready_is_named_when_time_is_up(self) -> None:
-        from dataclasses import replace
-
         group = make_group(faults=Faults(load_hang=0))
         group.config = replace(group.config, start_timeout=6.0)
-        with pytest.raises(StartupError, match=r"not ready within 6 s: rank 0 in phase 'load'"):
+        with pytest.raises(StartupError, match=r"not ready within 6 s .*: rank 0 on .* in phase 'load'"):
             group.start(Timeline(no_progress))
 
     @pytest.mark.parametrize("rank", [0, 1])

@@ -1,0 +1,204 @@
+"""`LLM` with SmolLM2: the same greedy tokens as transformers, whatever the TP size, cache, pages, budget or overlap."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from cluster import LLM, SamplingParams
+from cluster.errors import ConfigError, EngineClosedError, InvalidRequestError
+from tests.references import first_wrong_greedy_token
+
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time",
+    "1, 2, 3, 4,",
+    "def fibonacci(n):\n",
+    "Water boils at a temperature of",
+    "The quick brown fox jumps over the lazy dog. " * 4,
+    "In a distant future, people live on Mars. They",
+    "Q: What is the largest planet of the solar system?\nA:",
+]
+TOKENS = 64
+TIE = 1e-4
+
+# Covers every pair of values of (tp, cache, page size, step budget, overlap) that the full grid has.
+COVERING = [
+    (1, "radix", 1, 7, 1),
+    (1, "naive", 16, 64, 2),
+    (3, "radix", 16, 512, 1),
+    (3, "naive", 4, 7, 2),
+    (1, "radix", 4, 64, 1),
+    (3, "naive", 1, 64, 1),
+    (1, "naive", 1, 512, 2),
+    (3, "radix", 16, 7, 2),
+    (1, "naive", 4, 512, 1),
+    (3, "radix", 1, 64, 2),
+]
+GRID = list(itertools.product((1, 3), ("radix", "naive"), (1, 4, 16), (7, 64, 512), (1, 2)))
+
+
+@pytest.fixture(scope="session")
+def reference():
+    import torch
+
+    from cluster.model_files import resolve_model
+    from tests.checkpoints import load_reference
+
+    torch.set_num_threads(1)
+    return load_reference(resolve_model(None))
+
+
+def smollm2(tp: int = 1, **config: object) -> LLM:
+    return LLM(tp_size=tp, device="cpu", max_seq_len=256, max_running_requests=8, **config)
+
+
+def check_greedy(reference, tp: int, cache: str, page_size: int, budget: int, overlap: int) -> None:
+    import torch
+
+    config = {"cache_type": cache, "page_size": page_size, "max_step_tokens": budget, "overlap_depth": overlap}
+    with smollm2(tp, integrity_interval=1, **config) as llm:
+        greedy = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+        outputs = llm.generate(PROMPTS, greedy, progress=False)
+    with torch.inference_mode():
+        for output in outputs:
+            assert len(output.token_ids) == TOKENS and output.finish_reason == "length"
+            assert first_wrong_greedy_token(reference, output.prompt_token_ids, output.token_ids, TIE) is None
+
+
+@pytest.mark.usefixtures("private_ray")
+class TestGreedy:
+    @pytest.mark.parametrize(("tp", "cache", "page_size", "budget", "overlap"), COVERING[:4])
+    def test_tokens_are_transformers_tokens(self, reference, tp, cache, page_size, budget, overlap) -> None:
+        check_greedy(reference, tp, cache, page_size, budget, overlap)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("tp", "cache", "page_size", "budget", "overlap"), COVERING[4:])
+    def test_every_pair_of_settings(self, reference, tp, cache, page_size, budget, overlap) -> None:
+        check_greedy(reference, tp, cache, page_size, budget, overlap)
+
+    @pytest.mark.full_grid
+    @pytest.mark.parametrize(("tp", "cache", "page_size", "budget", "overlap"), GRID)
+    def test_full_grid(self, reference, tp, cache, page_size, budget, overlap) -> None:
+        check_greedy(reference, tp, cache, page_size, budget, overlap)
+
+
+@pytest.fixture(scope="module")
+def llm(private_ray):
+    with smollm2() as llm:
+        yield llm
+
+
+class TestGenerate:
+    def test_text_reason_and_cached_tokens(self, llm: LLM) -> None:
+        ids = llm.tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}])
+        greedy = SamplingParams(temperature=0.0, max_tokens=32)
+        first = llm.generate(ids, greedy, progress=False)[0]
+        assert "Paris" in first.text and first.finish_reason == "stop"
+        assert first.token_ids[-1] in llm.info.eos_token_ids and "<|im_end|>" not in first.text
+        assert first.prompt_token_ids == ids
+        again = llm.generate([ids], [greedy], progress=False)[0]
+        assert again.token_ids == first.token_ids
+        assert again.cached_tokens == (len(ids) - 1) // 16 * 16
+
+    def test_a_stop_string_ends_text_and_request(self, llm: LLM) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=64, stop=[", 7"])
+        output = llm.generate("1, 2, 3, 4,", params, progress=False)[0]
+        assert output.text == " 5, 6" and output.finish_reason == "stop" and len(output.token_ids) < 20
+
+    def test_sampled_tokens_do_not_depend_on_the_batch(self, llm: LLM) -> None:
+        params = [SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=n, max_tokens=16) for n in range(6)]
+        together = llm.generate([PROMPTS[0]] * 6, params, progress=False)
+        alone = [llm.generate(PROMPTS[0], one, progress=False)[0] for one in params]
+        assert [o.token_ids for o in together] == [o.token_ids for o in alone]
+        assert len({tuple(o.token_ids) for o in together}) > 1
+
+    def test_without_a_seed_every_request_gets_its_own(self, llm: LLM) -> None:
+        outputs = llm.generate([PROMPTS[1]] * 4, SamplingParams(max_tokens=16), progress=False)
+        assert len({tuple(o.token_ids) for o in outputs}) == 4
+
+    def test_more_prompts_than_rows_and_queue(self, private_ray) -> None:
+        with smollm2(max_queued_requests=2) as llm:
+            outputs = llm.generate([[5 + n] for n in range(30)], SamplingParams(max_tokens=2), progress=False)
+        assert [o.prompt_token_ids for o in outputs] == [[5 + n] for n in range(30)]
+        assert all(len(o.token_ids) == 2 or o.finish_reason == "stop" for o in outputs)
+
+    def test_zero_tokens_and_no_prompts(self, llm: LLM) -> None:
+        assert llm.generate([], progress=False) == []
+        output = llm.generate("Hello", SamplingParams(max_tokens=0), progress=False)[0]
+        assert output.token_ids == [] and output.text == "" and output.finish_reason == "length"
+
+    @pytest.mark.parametrize("bad", [[], [1] * 300, [1 << 20], [-1]])
+    def test_one_bad_prompt_is_named_and_nothing_runs(self, llm: LLM, bad: list[int]) -> None:
+        before = llm.stats()["steps"]
+        with pytest.raises(InvalidRequestError, match="prompt 1: "):
+            llm.generate([[5, 6], bad], progress=False)
+        assert llm.stats()["steps"] == before
+
+    def test_one_sampling_params_for_each_or_one_for_all(self, llm: LLM) -> None:
+        with pytest.raises(InvalidRequestError, match="2 prompts, but 3"):
+            llm.generate([[5], [6]], [SamplingParams()] * 3, progress=False)
+
+    def test_two_threads_take_turns(self, llm: LLM) -> None:
+        results: dict[int, list[int]] = {}
+        greedy = SamplingParams(temperature=0.0, max_tokens=8)
+
+        def work(number: int) -> None:
+            results[number] = llm.generate(PROMPTS[number], greedy, progress=False)[0].token_ids
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert results == {n: llm.generate(PROMPTS[n], greedy, progress=False)[0].token_ids for n in range(2)}
+
+    def test_after_shutdown_it_says_so(self, private_ray) -> None:
+        llm = smollm2()
+        llm.shutdown()
+        llm.shutdown()
+        with pytest.raises(EngineClosedError):
+            llm.generate("Hello", progress=False)
+
+
+def test_an_unknown_setting_is_named() -> None:
+    with pytest.raises(ConfigError, match="did you mean num_pages"):
+        LLM(num_page=3)
+
+
+CHILD = """
+from cluster import LLM, SamplingParams
+if __name__ == "__main__":
+    llm = LLM(device="cpu", ray_address="local", max_seq_len=2048, max_running_requests=4)
+    print(*(rank.pid for rank in llm.info.ranks), flush=True)
+    try:
+        llm.generate("Once", SamplingParams(max_tokens=2000, ignore_eos=True), progress=False)
+    except KeyboardInterrupt:
+        print(llm.generate("Once", SamplingParams(temperature=0.0, max_tokens=4), progress=False)[0].token_ids, flush=True)
+"""
+
+
+def test_ctrl_c_ends_the_call_and_leaves_the_engine_usable_and_nothing_behind() -> None:
+    import psutil
+
+    root = Path(__file__).parents[2]
+    child = subprocess.Popen([sys.executable, "-c", CHILD], cwd=root, stdout=subprocess.PIPE, text=True)
+    try:
+        pids = [int(pid) for pid in child.stdout.readline().split()]
+        assert pids
+        threading.Event().wait(1.0)
+        os.kill(child.pid, signal.SIGINT)
+        assert len(child.stdout.readline().split(",")) == 4
+        assert child.wait(30) == 0  # without a shutdown() of ours
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
