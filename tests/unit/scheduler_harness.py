@@ -108,9 +108,12 @@ class Harness:
 
     def plan(self) -> StepPlan | None:
         """Plan one step, if the scheduler wants to."""
+        busy, ready = len(self.in_flight) > 0, self.free_pages() | self.cached_pages()
         plan = self.scheduler.schedule()
         if plan is not None:
             copy = StepPlan.decode(plan.buffer.copy())
+            handed_out = set((copy.page_deltas[:, 2] // self.config.page_size).tolist())
+            assert handed_out <= ready or not busy, f"R14: pages {sorted(handed_out - ready)} were freed in this plan"
             self.plans.append(copy.buffer)
             self.prefilled_tokens += len(copy.run_tokens)
             self.in_flight.append((plan if self.late else copy, None, set()))
@@ -177,6 +180,10 @@ class Harness:
     def free_pages(self) -> set[int]:
         """Page numbers in the free list."""
         return {int(slot) // self.config.page_size for slot in self.scheduler.cache.free_slots}
+
+    def cached_pages(self) -> set[int]:
+        """Page numbers in the prefix cache."""
+        return {int(slot) // self.config.page_size for slot in self.scheduler.cache.prefix_cache.page_starts()}
 
     def _pages_read(self, plan: StepPlan) -> set[int]:
         """Pages that the page table names for the plan's rows: they may not be given away while it is in flight."""

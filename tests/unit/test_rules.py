@@ -68,10 +68,10 @@ def test_r1_last_prompt_token_is_always_computed(page_size: int, length: int) ->
     assert first.device_len[0] == length and first.device_len[0] - first.cached_len[0] >= 1
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [2, 3])
 def test_r2_capacity_is_checked_again_after_the_lock(depth: int) -> None:
     """Ten pages: six hold a cold prompt, three a running row, one is free. The newcomer matches the six and needs
-    two more: before the lock seven seem to be there, after it only one is."""
+    two more: before the lock seven seem to be there, after it only one is, so it waits for the row's three."""
     harness = Harness(make_config(page_size=1, num_pages=10, overlap_depth=depth, max_step_tokens=16))
     cold = [10, 11, 12, 13, 14, 15]
     harness.run(make_request(1, cold, max_tokens=0))
@@ -79,12 +79,11 @@ def test_r2_capacity_is_checked_again_after_the_lock(depth: int) -> None:
     harness.add(make_request(2, [20, 21, 22], max_tokens=1))
     assert harness.plan() is not None
     harness.add(make_request(3, [*cold, 16, 17], max_tokens=1))
-    while harness.plan() is not None:
-        assert len(plans_of(harness)[-1].rows) == 1
-        break
+    assert harness.plan() is None
+    harness.deliver()
+    assert harness.plan() is not None
     harness.finish()
-    assert harness.scheduler.stats().preemptions == 0
-    assert harness.streams[3].cached_tokens in (0, 6)
+    assert harness.streams[3].cached_tokens == 6 and harness.scheduler.stats().preemptions == 0
 
 
 @pytest.mark.parametrize("depth", [2, 3])
@@ -98,6 +97,10 @@ def test_r3_duplicates_are_freed_after_the_last_planned_step_that_reads_them(dep
     outputs = harness.run(make_request(1, prompt, max_tokens=40), make_request(2, prompt, max_tokens=40))
     assert outputs == [expected, expected]
     assert cached_slots(harness) == (len(prompt) + len(expected) - 1) // 4 * 4
+    # One twin goes on longer: its first pages are duplicates, its last ones are not.
+    harness = Harness(make_config(page_size=4, overlap_depth=depth))
+    harness.run(make_request(1, prompt, max_tokens=9), make_request(2, prompt, max_tokens=22))
+    assert cached_slots(harness) == 28
 
 
 def test_r4_the_tail_page_is_private_and_freed_once() -> None:
@@ -114,6 +117,8 @@ def test_r4_the_tail_page_is_private_and_freed_once() -> None:
     stats = harness.scheduler.stats()
     assert (stats.cached_pages, stats.free_pages) == (1, 7)
     assert len(harness.free_pages()) == 7
+    harness.run(make_request(3, prompt, max_tokens=20))  # 39 stored: the second page is full now, the third is a tail
+    assert (harness.scheduler.stats().cached_pages, len(harness.free_pages())) == (2, 6)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -133,7 +138,8 @@ def test_r5_max_tokens_is_exact_and_bad_lengths_are_refused(depth: int, budget: 
     assert len(tokens) == 1
     with pytest.raises(ValidationError):
         SamplingParams(max_tokens=-1)
-    for bad in (make_request(3, []), make_request(4, range(16)), make_request(5, range(200))):
+    too_long = (make_request(4, range(16), max_tokens=0), make_request(5, range(200)))
+    for bad in (make_request(3, []), *too_long, make_request(6, range(8), max_tokens=9)):
         with pytest.raises(InvalidRequest):
             harness.scheduler.validate(bad)
         with pytest.raises(InvalidRequest):
@@ -422,6 +428,34 @@ def test_r14_memory_is_settled_before_the_first_row_is_placed() -> None:
         assert {int(entry[S.ROW]) for entry in plan.sampling} <= set(plan.rows[: plan.num_rows].tolist())
         owner_changes += len(plan.sampling)
     assert owner_changes > 3
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_r14_a_placed_chunk_is_not_preempted_by_the_decodes_of_its_step(depth: int) -> None:
+    """A long prompt takes page after page while two rows decode: whoever is short, no row loses a step it is in."""
+    for pages in range(8, 20):
+        config = make_config(
+            page_size=2, num_pages=pages, max_running_requests=3, overlap_depth=depth, max_step_tokens=6
+        )
+        harness = Harness(config)
+        harness.add(*(make_request(i, range(100 * i, 100 * i + 3 + i), max_tokens=9) for i in (1, 2)))
+        harness.step()
+        harness.add(make_request(3, range(300, 316), max_tokens=1))
+        harness.finish()
+
+
+def test_r14_pages_freed_by_a_plan_are_not_handed_out_in_it() -> None:
+    """Two decodes take the whole budget, so the third row, in mid-prefill, is in no plan in flight when it is
+    preempted: its page could be free at once, but only the next plan may use it (the harness compares)."""
+    for pages in (10, 11, 12, 13):
+        harness = Harness(make_config(page_size=2, num_pages=pages, max_step_tokens=2, policy="priority"))
+        harness.add(make_request(1, [100], max_tokens=2 * pages - 2, request_priority=1))
+        harness.step()
+        harness.add(make_request(3, range(300, 305), max_tokens=1))
+        harness.step()
+        harness.add(make_request(2, [200], max_tokens=2 * pages - 2, request_priority=1))
+        harness.finish()
+        assert harness.scheduler.stats().preemptions > 1
 
 
 def test_r14_pages_inserted_by_a_step_are_not_evicted_while_it_is_planned() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
@@ -23,6 +23,7 @@ CI = settings(
     deadline=None,
     derandomize=True,
     database=None,
+    phases=[Phase.generate, Phase.shrink],
     suppress_health_check=list(HealthCheck),
 )
 FULL = settings(CI, max_examples=10_000, stateful_step_count=60, derandomize=False, print_blob=True)
