@@ -18,7 +18,7 @@ from scheduler.step import S, StepPlan, StepResult
 
 
 class FakeWorkerError(RuntimeError):
-    """A plan that a real worker would turn into wrong tokens, with the step, entry, row, position and slots at fault."""
+    """A plan that a real worker would turn into wrong tokens; names the step, row, position and slot at fault."""
 
 
 class FakeWorker:
@@ -265,7 +265,7 @@ class FakeWorker:
         self.slot_step[out_loc] = step
 
     def _check_prefixes(self, plan: StepPlan) -> None:
-        """After all stores: what attention reads for each row is that row's sequence, decode prefixes from earlier steps."""
+        """After all stores: attention reads each row's own sequence, and decode prefixes are from earlier steps."""
         n, d = plan.num_rows, plan.num_decode
         rows, device = plan.rows[:n].astype(np.int64), plan.device_len[:n].astype(np.int64)
         first = np.zeros(n, dtype=np.int64)
@@ -290,7 +290,7 @@ class FakeWorker:
         if late.any():
             at = int(np.flatnonzero(late)[0])
             self._fail(
-                f"decode row {flat_rows[at]} reads position {positions[at]} (slot {slots[at]}), stored in this same step"
+                f"decode row {flat_rows[at]} reads position {positions[at]} (slot {slots[at]}), stored in this step"
             )
 
     def _sample(self, plan: StepPlan) -> np.ndarray:
