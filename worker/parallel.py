@@ -41,9 +41,13 @@ class TPGroup:
         """The ranks' tensors of equal shape, joined along `dim` in rank order."""
         if self.size == 1:
             return tensor
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self.group)
-        return torch.cat(parts, dim=dim)
+        tensor = tensor.contiguous()
+        gathered = tensor.new_empty(self.size, *tensor.shape)
+        if dist.get_backend(self.group) == "nccl":
+            dist.all_gather_into_tensor(gathered, tensor, group=self.group)
+        else:
+            dist.all_gather(list(gathered.unbind(0)), tensor, group=self.group)
+        return torch.cat(gathered.unbind(0), dim=dim)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

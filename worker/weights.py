@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -59,85 +58,74 @@ def load_weights(
         torch.cuda.synchronize(ctx.device)
 
 
-def _model_shards(model: nn.Module) -> dict[str, list[Shard]]:
-    """The model's shards by checkpoint name. A name may have several."""
-    shards = defaultdict(list)
+def _model_shards(model: nn.Module) -> dict[str, Shard]:
+    """The model's shards by the name of their tensor in the checkpoint."""
+    shards = {}
     for path, module in model.named_modules():
         if isinstance(module, Sharded):
             parent = path.rpartition(".")[0]
             for shard in module.shards():
                 name = f"{parent}.{shard.name}" if parent else shard.name
-                shards[name].append(shard)
+                shards[name] = shard
     return shards
 
 
-def _load_safetensors(shards: dict[str, list[Shard]], path: Path, report: Progress) -> None:
-    from safetensors import SafetensorError, safe_open
+def _load_safetensors(shards: dict[str, Shard], path: Path, report: Progress) -> None:
+    from safetensors import safe_open
 
-    names_by_file = _checkpoint_files(path)
-    try:
-        _check_tensors(shards, path, names_by_file)
-        done = 0
-        for file, names in names_by_file.items():
-            with safe_open(path / file, framework="pt", device="cpu") as tensors:
-                for name in names:
-                    for shard in shards.get(name, ()):
-                        shard.target.copy_(tensors.get_slice(name)[shard.index])
-                    done += name in shards
-                    report("weights", done / len(shards))
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"cannot read the weights in {path}: {error}") from error
+    shapes_by_file = {file: _read_shapes(path / file) for file in _checkpoint_files(path)}
+    _check_tensors(shards, path, {name: shape for shapes in shapes_by_file.values() for name, shape in shapes.items()})
+    done = 0
+    for file, shapes in shapes_by_file.items():
+        with safe_open(path / file, framework="pt", device="cpu") as tensors:
+            for name in filter(shards.__contains__, shapes):
+                shard = shards[name]
+                shard.target.copy_(tensors.get_slice(name)[shard.index])
+                done += 1
+                report("weights", done / len(shards))
 
 
-def _checkpoint_files(path: Path) -> dict[str, list[str]]:
-    """Each safetensors file of the checkpoint, and the tensors in it."""
-    from safetensors import SafetensorError, safe_open
-
+def _checkpoint_files(path: Path) -> list[str]:
     index = path / INDEX_FILE
     if index.is_file():
         try:
-            weight_map = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{index} is not a safetensors index: {error!r}") from error
-        files = sorted(set(weight_map.values()))
-    elif (path / SINGLE_FILE).is_file():
-        files = [SINGLE_FILE]
-    else:
-        found = ", ".join(sorted(file.name for file in path.glob("*") if file.suffix in (".bin", ".pt", ".gguf")))
-        raise ModelError(
-            f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}"
-            + (f" (it has {found}): convert it with transformers' save_pretrained" if found else "")
-        )
-    absent = [file for file in files if not (path / file).is_file()]
-    if absent:
-        raise ModelError(f"{index} names files that are not there: {', '.join(absent)}; download them again")
-    names = {}
-    for file in files:
-        try:
-            with safe_open(path / file, framework="pt", device="cpu") as tensors:
-                names[file] = list(tensors.keys())
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"cannot read {path / file}: {error}; the file may be incomplete") from error
-    return names
+        absent = [file for file in files if not (path / file).is_file()]
+        if absent:
+            raise ModelError(f"{index} names files that are not there: {', '.join(absent)}; download them again")
+        return files
+    if (path / SINGLE_FILE).is_file():
+        return [SINGLE_FILE]
+    others = ", ".join(sorted(file.name for file in path.glob("*") if file.suffix in (".bin", ".pt", ".gguf")))
+    raise ModelError(
+        f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}"
+        + (f" (it has {others}): convert it with transformers' save_pretrained" if others else "")
+    )
 
 
-def _check_tensors(shards: dict[str, list[Shard]], path: Path, names_by_file: dict[str, list[str]]) -> None:
+def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """The tensors in a file and their shapes; reads its header only."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"cannot read {file}: {error}; the file may be incomplete") from error
+
+
+def _check_tensors(shards: dict[str, Shard], path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     """Raise before anything is loaded if the checkpoint and the model disagree."""
-    from safetensors import safe_open
-
-    problems, found = [], set()
-    for file, names in names_by_file.items():
-        with safe_open(path / file, framework="pt", device="cpu") as tensors:
-            for name in names:
-                found.add(name)
-                if name in shards:
-                    shape = tuple(tensors.get_slice(name).get_shape())
-                    expected = shards[name][0].full_shape
-                    if shape != expected:
-                        problems.append(f"shape of {name}: checkpoint {list(shape)}, model {list(expected)}")
-                elif not name.endswith(_IGNORED):
-                    problems.append(f"unexpected: {name}")
-    problems += [f"missing: {name}" for name in shards if name not in found]
+    problems = [f"missing: {name}" for name in shards if name not in shapes]
+    for name, shape in shapes.items():
+        if name in shards:
+            expected = shards[name].full_shape
+            if shape != expected:
+                problems.append(f"shape of {name}: checkpoint {list(shape)}, model {list(expected)}")
+        elif not name.endswith(_IGNORED):
+            problems.append(f"unexpected: {name}")
     if problems:
         raise ModelError(f"the weights in {path} do not fit its config.json:\n  " + "\n  ".join(_shorten(problems)))
 
@@ -148,18 +136,14 @@ def _shorten(problems: list[str], limit: int = 20) -> list[str]:
     return [*problems[:limit], f"and {len(problems) - limit} more"]
 
 
-def _fill_dummy(model: nn.Module, shards: dict[str, list[Shard]], report: Progress) -> None:
+def _fill_dummy(model: nn.Module, shards: dict[str, Shard], report: Progress) -> None:
     """Random values that depend on the tensor's name and slice only, so ranks that hold the same slice agree."""
     norms = {module.weight.data_ptr() for module in model.modules() if isinstance(module, RMSNorm)}
-    for done, (name, shard) in enumerate(_flat(shards), start=1):
+    for done, (name, shard) in enumerate(shards.items(), start=1):
         if shard.target.data_ptr() in norms:
             shard.target.fill_(1.0)
         else:
             generator = torch.Generator(shard.target.device)
             generator.manual_seed(zlib.crc32(f"{name}{shard.index}".encode()))
             shard.target.normal_(0.0, _DUMMY_STD, generator=generator)
-        report("weights", done / sum(map(len, shards.values())))
-
-
-def _flat(shards: dict[str, list[Shard]]) -> Iterator[tuple[str, Shard]]:
-    return ((name, shard) for name, parts in shards.items() for shard in parts)
+        report("weights", done / len(shards))

@@ -117,13 +117,21 @@ def test_pages(checkpoint, page_size, layout):
     assert_same_logits(*checkpoint("qwen3"), page_size=page_size, layout=layout)
 
 
-def test_bfloat16_is_close(checkpoint):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_close(checkpoint, dtype):
     """bf16 keeps 8 bits of mantissa: logits of about 5 agree to a few hundredths."""
     path, ids, reference = checkpoint("qwen3")
-    logits = ModelRig(path, dtype=torch.bfloat16, page_size=4).feed(ids, STEPS)
+    logits = ModelRig(path, dtype=dtype, page_size=4).feed(ids, STEPS)
     for row, expected in reference.items():
-        assert logits[row].dtype == torch.float32
-        assert (logits[row] - expected).abs().mean() < 0.02 * expected.abs().mean() + 0.01
+        assert logits[row].dtype == dtype
+        assert (logits[row].float() - expected).abs().mean() < 0.02 * expected.abs().mean() + 0.01
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_without_onednn(checkpoint, monkeypatch, tp_size):
+    """Plain weights and `F.linear`, as where torch comes without oneDNN."""
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert_same_logits(*checkpoint("llama-bias"), tp_size=tp_size, page_size=4)
 
 
 def test_dynamic_rope_beyond_the_original_length(tmp_path):
