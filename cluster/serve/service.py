@@ -6,16 +6,18 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from cluster.errors import UnknownModelError
-from cluster.serve.engine_client import EngineClient
 from cluster.serve.errors import ContextLengthError
 from cluster.serve.protocol import GenerationRequest, ModelCard, Usage
 from cluster.serve.sse import DONE, EventStream, event, to_json
 from cluster.serve.streams import Delta, StreamGroup
 from cluster.serve.text import TextWorker
 from scheduler.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from cluster.serve.engine_client import EngineClient
 
 Answer = TypeVar("Answer")
 
