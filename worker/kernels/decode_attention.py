@@ -12,16 +12,21 @@ import torch
 import triton
 import triton.language as tl
 
+from worker.kernels.launch import dependent_launch
+
 LOG2E = 1.4426950408889634
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "len_ptr"])  # slices of a step's arrays start anywhere
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, rows_ptr, len_ptr, part_ptr, stat_ptr, done_ptr,
     scale_log2, q_stride, out_stride, table_stride, page_stride, slot_stride, head_stride,
     PAGE: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     head = tl.program_id(0)
     entry = tl.program_id(1)
     split = tl.program_id(2)
@@ -97,7 +102,7 @@ class DecodeAttention:
 
     Args:
         num_q_heads, num_kv_heads: heads of this rank; `num_q_heads` is a multiple of `num_kv_heads`.
-        head_dim: 16 to 256.
+        head_dim: up to 256.
         page_size: tokens per page of the pool.
         max_entries: largest number of decode rows in one step.
         num_programs: programs that fill the card a few times over; decides how many splits a batch size gets.
@@ -110,7 +115,7 @@ class DecodeAttention:
         self.num_kv_heads, self.head_dim, self.page_size = num_kv_heads, head_dim, page_size
         self.group = num_q_heads // num_kv_heads
         self.group_pad = max(16, triton.next_power_of_2(self.group))
-        self.dim_pad = triton.next_power_of_2(head_dim)
+        self.dim_pad = max(16, triton.next_power_of_2(head_dim))  # what tl.dot takes
         self.num_programs, self.max_splits = num_programs, max_splits
         self.scale_log2 = head_dim**-0.5 * LOG2E
         slots = max(self.splits(n) * n for n in range(1, max_entries + 1)) * num_kv_heads * self.group_pad
@@ -144,5 +149,6 @@ class DecodeAttention:
             k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
             PAGE=self.page_size, GROUP=self.group, GROUP_PAD=self.group_pad, D=self.head_dim, D_PAD=self.dim_pad,
             BLOCK_N=block_n, SPLITS=splits, num_warps=warps, num_stages=stages,
+            **dependent_launch(q.device),
         )  # fmt: skip
         return out

@@ -6,11 +6,17 @@ import torch
 import triton
 import triton.language as tl
 
+from worker.kernels.launch import dependent_launch
+
 
 @triton.jit
 def _add_rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, eps, width, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
-):
+    x_ptr, residual_ptr, weight_ptr, out_ptr, eps, width, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     live = column < width
@@ -35,12 +41,16 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.T
     _add_rms_norm_kernel[(tokens,)](
         x, residual if residual is not None else x, weight, out, eps, width,
         HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=max(1, min(16, block // 256)),
+        **dependent_launch(x.device),
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _silu_mul_kernel(x_ptr, out_ptr, width, BLOCK: tl.constexpr):
+def _silu_mul_kernel(x_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < width
@@ -55,7 +65,9 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(width))
-    _silu_mul_kernel[(tokens, triton.cdiv(width, block))](gate_up, out, width, BLOCK=block, num_warps=4)
+    _silu_mul_kernel[(tokens, triton.cdiv(width, block))](
+        gate_up, out, width, BLOCK=block, num_warps=4, **dependent_launch(out.device)
+    )
     return out
 
 
@@ -64,8 +76,11 @@ def _rope_store_kernel(
     qkv_ptr, q_out_ptr, position_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, k_ptr, v_ptr, loc_ptr,
     eps, qkv_stride, cos_stride, page_stride, slot_stride, head_stride,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF_PAD: tl.constexpr, PAGE: tl.constexpr,
-    HAS_NORM: tl.constexpr, HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     half: tl.constexpr = D // 2
@@ -129,5 +144,6 @@ def rope_store(
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         Q_HEADS=num_q_heads, KV_HEADS=num_kv_heads, D=head_dim, HALF_PAD=triton.next_power_of_2(head_dim // 2),
         PAGE=page_size, HAS_NORM=q_norm is not None, HEADS=heads, num_warps=1 if heads <= 4 else 2,
+        **dependent_launch(qkv.device),
     )  # fmt: skip
     return q

@@ -40,7 +40,7 @@ def _attend(
     return acc, best, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "cached_ptr", "len_ptr", "cu_ptr"])  # slices start anywhere
 def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, rows_ptr, cached_ptr, len_ptr, cu_ptr,
     scale_log2, q_stride, out_stride, table_stride, page_stride, slot_stride, head_stride,
@@ -96,7 +96,7 @@ def prefill_attention(
     cu_extend: [E + 1] int32, only differences to its first entry matter. max_extend: longest entry (host int).
     """
     _, num_q_heads, head_dim = q.shape
-    dim_pad = triton.next_power_of_2(head_dim)
+    dim_pad = max(16, triton.next_power_of_2(head_dim))  # what tl.dot takes
     block_m = 128 if max_extend > 64 else 64 if max_extend > 32 else 32
     block_n, warps, stages = (128, 8, 3) if block_m == 128 else (64, 4, 3)
     if dim_pad > 128 or q.dtype == torch.float32:
