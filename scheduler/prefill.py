@@ -63,7 +63,7 @@ class PrefillPlanner:
         chunks: list[Chunk] = []
         self._growth = max(GROWTH_LEAST, self._growth * GROWTH_DECAY)
         self._claimed = -1
-        going_on = list(self.running)
+        going_on = sorted(self.running, key=self._policy.preemption_key)
         whole_only = False
         while budget > 0:
             head = self._head()
@@ -148,7 +148,10 @@ class PrefillPlanner:
         self._policy.admitted(req)
         self._policy.remove(req)
         self._take_row(req)
-        self.cached_tokens += cache.adopt(req, match)
+        if matched:
+            self.cached_tokens += cache.adopt(req, match)
+        else:
+            req.handle = match.handle
         if req.cached_prompt < 0:
             req.cached_prompt = min(matched, req.prompt_len)
         rows.cached_prompt[req.table_idx] = req.cached_prompt
@@ -207,10 +210,11 @@ class PrefillPlanner:
     def _place(self, chunk: Chunk) -> None:
         """Take the chunk's pages and advance the row past it."""
         rows, req = self._rows, chunk.req
-        row, held = req.table_idx, rows.num_pages(req.table_idx)
+        row, size = req.table_idx, self._cache.page_size
+        held = -(-chunk.start // size)
         if chunk.page_to > held:
             rows.page_table[row, held : chunk.page_to] = self._cache.allocate_paged(chunk.page_to - held)
-        border = chunk.start - chunk.start % self._cache.page_size
+        border = chunk.start - chunk.start % size
         slots = rows.slots(row, border, chunk.end)
         chunk.slots = slots[chunk.start - border :]
         rows.cached_len[row] = chunk.end

@@ -227,3 +227,33 @@ def test_plans_do_not_depend_on_anything_but_the_calls():
         return seen
 
     assert plans() == plans()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(("page_size", "budget"), [(4, 8), (4, 6), (16, 7), (16, 24), (1, 3)])
+@pytest.mark.parametrize("steps_before", [1, 2, 3])
+def test_an_overtaken_prefill_goes_on_from_the_pages_of_its_overtaker(steps_before, page_size, budget, depth):
+    run = Run(
+        config(
+            policy="priority", page_size=page_size, num_pages=512 // page_size, max_step_tokens=budget,
+            overlap_depth=depth,
+        )
+    )  # fmt: skip
+    prompt = np.arange(1, 101)
+    run.scheduler.add(request(0, prompt, max_tokens=6, priority=0))
+    planned = 0
+    while planned < steps_before:
+        before = run.scheduler.stats().steps
+        run.step()
+        planned += run.scheduler.stats().steps - before
+    run.scheduler.add(request(1, [*prompt[:90].tolist(), *range(200, 225)], max_tokens=6, priority=1))
+    run.finish_all()
+    assert list(run.tokens) == [1, 0] and run.scheduler.stats().cached_tokens > 0
+    shared = 90 // page_size * page_size
+    once = 100 + 115 - shared
+    # A page that a small budget cut in two is computed again by the one who overtakes, and nothing else is.
+    assert once <= run.scheduler.stats().prefilled_tokens <= once + (page_size if budget < page_size else 0)
+    alone = Run(config())
+    alone.scheduler.add(request(0, prompt, max_tokens=6))
+    alone.finish_all()
+    assert run.tokens[0] == alone.tokens[0]
