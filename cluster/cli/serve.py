@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
     check_port_free(args.host, args.port)
     timeline = Timeline()
     try:
-        with signals_raise(StopRequested):
-            serve_until_failure(config, args.host, args.port, timeline)
+        with signals_raise(StopRequested) as take_signals:
+            serve_until_failure(config, args.host, args.port, timeline, take_signals)
     except StopRequested:
         timeline.done()
         print("raydix: stopped", file=sys.stderr, flush=True)
@@ -90,23 +90,34 @@ def check_port_free(host: str, port: int) -> None:
 
 
 @contextmanager
-def signals_raise(error: type[BaseException]) -> Iterator[None]:
-    """Within the block SIGINT and SIGTERM raise `error` in the main thread, once; later ones are ignored."""
+def signals_raise(error: type[BaseException]) -> Iterator[Callable[[], None]]:
+    """Within the block SIGINT and SIGTERM raise `error` in the main thread, once; later ones are ignored.
+
+    Yields a function that takes the signals again, for after a library put its own handlers in place.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM)
 
     def handle(number: int, frame: Any) -> None:
-        for each in (signal.SIGINT, signal.SIGTERM):
+        for each in numbers:
             signal.signal(each, signal.SIG_IGN)  # the clean-up that follows must not be cut short
         raise error
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    def take() -> None:
+        for each in numbers:
+            signal.signal(each, handle)
+
+    before = {number: signal.getsignal(number) for number in numbers}
+    take()
     try:
-        yield
+        yield take
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def serve_until_failure(config: EngineConfig, host: str, port: int, timeline: Timeline) -> None:
+def serve_until_failure(
+    config: EngineConfig, host: str, port: int, timeline: Timeline, take_signals: Callable[[], None]
+) -> None:
     """Starts everything, watches the engine, and takes everything down again however it ends."""
     from cluster.model_files import resolve_model, served_name
 
@@ -126,6 +137,7 @@ def serve_until_failure(config: EngineConfig, host: str, port: int, timeline: Ti
     timeline("starting Ray")
     runtime = connect(config.ray_address, min_cpus=config.tp_size + 1)
     try:
+        take_signals()  # Ray's own handler of SIGTERM aborts the process
         timeline("starting Ray Serve")
         quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
         serve.start(http_options={"host": host, "port": port}, logging_config=quiet)
