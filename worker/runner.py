@@ -20,6 +20,7 @@ from worker.device import Download, create_device
 from worker.errors import ModelError
 from worker.graphs import DecodeGraphs, decode_graph_sizes
 from worker.layers.ops import LayerOps, create_ops
+from worker.memory import cpu_room, cuda_room, graph_bytes
 from worker.model_config import ModelConfig, check_tp_size
 from worker.models.registry import ModelContext, create_model
 from worker.page_table import PageTable
@@ -31,11 +32,6 @@ from worker.warm_up import largest_step
 from worker.weights import load_weights
 
 Progress = Callable[[str, float], None]
-
-CONTEXT_BYTES = 1 << 30
-"""What a process holds on a card outside torch's allocator: CUDA context, NCCL and library workspaces."""
-GRAPH_BYTES = 16 << 20
-"""What one captured batch size holds beyond the memory that all graphs share."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +151,7 @@ class ModelRunner:
             ModelError: the configured pages, or even one, do not fit; says how much memory there is.
         """
         config = self.config
-        room = self._cuda_room() if config.device == "cuda" else self._cpu_room()
+        room = self._cuda_room() if config.device == "cuda" else cpu_room(self._device, config)
         fitting = room // self.page_bytes - 1  # one for the dummy page
         if fitting < (config.num_pages or 1):
             raise ModelError(
@@ -171,7 +167,6 @@ class ModelRunner:
         config, device = self.config, self._device.torch_device
         model = self._model_config
         with self._device.compute():
-            self._num_pages = num_pages
             self._pool: BaseKVCachePool = create_kvcache_pool(
                 model.num_layers, num_pages + 1, config.page_size, model.num_kv_heads, model.head_dim, self._dtype,
                 device, KVCacheLayout(config.kv_layout), self._tp.size, self._tp.rank,
@@ -246,34 +241,14 @@ class ModelRunner:
         self.launch(plan).result()
         self._device.synchronize()
 
-    def _cpu_room(self) -> int:
-        available, _ = self._device.memory()
-        share = self.config.cpu_memory_share if self.config.num_pages is None else 1.0
-        return int(available * share) // self.config.local_ranks
-
     def _cuda_room(self) -> int:
-        """Bytes for KV pages: the share of the card, less weights, the largest step, and what graphs will take."""
-        device = self._device.torch_device
         self._progress("measuring memory", 0.0)
         self.allocate(1)
-        self._run_largest_step()  # compiles and autotunes; the second run is the one to measure
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        self._run_largest_step()
-        peak = torch.cuda.max_memory_reserved(device)
-        torch.cuda.empty_cache()
-        transient = peak - torch.cuda.memory_reserved(device)
-        free, total = self._device.memory()
+        room = cuda_room(self._device, self.config, self._run_largest_step)
         self._progress("measuring memory", 1.0)
-        share = int(total * self.config.memory_utilization) - CONTEXT_BYTES - peak
-        return min(share, free - transient) - self._graph_bytes()
-
-    def _graph_bytes(self) -> int:
-        """Estimate: the static logits and the sampler's copies of them, and each graph's kernels and activations."""
-        if not self._captures:
-            return 0
-        sizes = decode_graph_sizes(self.config.max_running_requests)
-        return 4 * max(sizes) * self._model.lm_head.local_size * 4 + len(sizes) * GRAPH_BYTES
+        if self._captures:
+            room -= graph_bytes(decode_graph_sizes(self.config.max_running_requests), self._model.lm_head.local_size)
+        return room
 
 
 def _resolve_dtype(config: WorkerConfig, model: ModelConfig) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""`DecodeGraphs` without a GPU: a "graph" that runs its Python again shows what is copied, padded, sampled, and when."""
+"""`DecodeGraphs` without a GPU: "graphs" that run their Python again show what is copied, padded and sampled."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def serve(runner: ModelRunner, settings: list[dict], pad: bool) -> list[list[int
         ([0, 1, 0], 4, (9, 0, 9)),
         ([0, 1, 2], 4, (9, 0, 0)),  # filters: sampled eagerly from the graph's logits
         ([4, 4], 2, (9, 0, 0)),
-        ([0, 3], 2, (9, 7, 0)),  # plain again once min_tokens is reached: row 1 samples positions 11 (prefill), 12, ...
+        ([0, 3], 2, (9, 2, 0)),  # row 1 samples positions 9 to 17 here: plain from 16 on
     ],
 )
 def test_replayed_steps_give_the_eager_tokens(path, monkeypatch, chosen, size: int, replays) -> None:
