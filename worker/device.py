@@ -17,6 +17,10 @@ import torch
 
 UPLOAD_BUFFERS = 2
 DOWNLOAD_BUFFERS = 4
+CGROUPS = (  # versions 2 and 1: folder, limit, usage, and what memory.stat calls reclaimable file cache
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 class Download(ABC):
@@ -192,7 +196,7 @@ class CudaDevice(Device):
 
 
 def _host_memory() -> tuple[int, int]:
-    """(available, total) bytes, also within a container's limit (cgroup version 2, then 1)."""
+    """(available, total) bytes, also within a container's limit."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = os.sysconf("SC_PHYS_PAGES") * page
     available = os.sysconf("SC_AVPHYS_PAGES") * page
@@ -202,13 +206,12 @@ def _host_memory() -> tuple[int, int]:
                 available = int(line.split()[1]) * 1024
     except OSError:
         pass  # not Linux: free pages are a lower bound
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
+    for folder, limit_file, usage_file, cache_name in CGROUPS:
         try:
-            limit, used = int(Path(limit_file).read_text()), int(Path(usage_file).read_text())
+            limit, used = (int((folder / name).read_text()) for name in (limit_file, usage_file))
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):  # absent, or "max": no limit
             continue
+        used -= int(stat.get(cache_name, 0))  # file cache that the kernel drops when memory is wanted
         total, available = min(total, limit), min(available, max(0, limit - used))
     return available, total

@@ -113,6 +113,17 @@ def test_memory_numbers_are_sane() -> None:
     assert 0 < available <= total
 
 
+def test_a_container_limit_counts_without_its_file_cache(tmp_path, monkeypatch) -> None:
+    for name, text in {
+        "memory.max": "1000000\n", "memory.current": "900000\n", "memory.stat": "anon 5\ninactive_file 300000\n",
+    }.items():  # fmt: skip
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr("worker.device.CGROUPS", [(tmp_path, "memory.max", "memory.current", "inactive_file")])
+    assert create_device("cpu").memory() == (400_000, 1_000_000)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert create_device("cpu").memory()[1] > 1_000_000
+
+
 @pytest.mark.parametrize("most", [1, 3, 8, 100, 256, 300, 2000])
 def test_graph_sizes(most: int) -> None:
     sizes = decode_graph_sizes(most)
