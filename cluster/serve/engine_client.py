@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +13,21 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from cluster.detokenizer import IncrementalDetokenizer
-from cluster.errors import EngineDeadError, EngineError, OverloadedError, RaydixError, TransportError
+from cluster.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    EngineError,
+    OverloadedError,
+    RaydixError,
+    TransportError,
+)
 from cluster.serve.errors import from_wire
 from cluster.serve.step_receiver import StepReceiver
 from cluster.serve.streams import Delta, StreamGroup, StreamTable, TokenStream
 from cluster.tokenizer import Tokenizer
 from scheduler.sampling_params import SamplingParams
+
+logger = logging.getLogger("ray.serve")
 
 LAST_TOKENS_GRACE = 5.0  # seconds between the end of a call and its last tokens on the side channel
 STATUS_TIMEOUT = 2.0
@@ -64,7 +74,8 @@ class EngineClient:
         for stream in group.streams:
             self._table.forget(stream)
             stream.ended = True
-            self._cancel(stream)
+            if not stream.engine_ended:
+                self._cancel(stream)
 
     async def status(self) -> dict[str, Any]:
         """The engine's status.
@@ -73,9 +84,11 @@ class EngineClient:
             EngineError: it does not answer within STATUS_TIMEOUT seconds, or is gone.
         """
         try:
-            return await asyncio.wait_for(_result(self._handle.status.remote()), STATUS_TIMEOUT)
+            return await asyncio.wait_for(self._handle.status.remote(), STATUS_TIMEOUT)
         except asyncio.TimeoutError:
             raise EngineError(f"the engine does not answer within {STATUS_TIMEOUT:g} s") from None
+        except Exception as error:
+            raise _engine_error(error) from error
 
     @property
     def open_streams(self) -> int:
@@ -102,14 +115,11 @@ class EngineClient:
     async def _follow(self, stream: TokenStream, response: DeploymentResponse) -> None:
         """Wait for the end of the call; tell the stream if it ended badly."""
         try:
-            reply = await _result(response)
-        except RaydixError as error:
-            stream.group.deliver(stream, Delta(error=error))
+            reply = await response
+        except Exception as error:
+            if not stream.ended:  # else it is our own cancellation
+                stream.group.deliver(stream, Delta(error=_engine_error(error)))
             return
-        except asyncio.CancelledError:
-            if stream.ended:  # we cancelled it
-                return
-            raise
         finally:
             self._calls.pop(stream, None)
         stream.engine_ended = True
@@ -122,16 +132,16 @@ class EngineClient:
         stream.group.deliver(stream, Delta(error=TransportError("the last tokens did not arrive on the side channel")))
 
 
-async def _result(response: DeploymentResponse) -> Any:
-    """Await a Serve call; Ray's and Serve's errors become ours."""
-    try:
-        return await response
-    except ray.exceptions.TaskCancelledError as error:  # also Serve's RequestCancelledError
-        raise asyncio.CancelledError from error
-    except BackPressureError as error:
-        raise OverloadedError("too many requests are waiting; try again later") from error
-    except (ray.exceptions.RayError, RayServeException) as error:
-        if isinstance(error, RaydixError):
-            raise
+def _engine_error(error: Exception) -> RaydixError:
+    """Ray's and Serve's errors of an engine call as ours."""
+    if isinstance(error, RaydixError):
+        return error
+    if isinstance(error, ray.exceptions.TaskCancelledError):
+        return EngineClosedError("the engine stopped before the request was finished")
+    if isinstance(error, BackPressureError):
+        return OverloadedError("too many requests are waiting; try again later")
+    if isinstance(error, ray.exceptions.RayActorError | RayServeException):
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise EngineDeadError(f"the engine is gone: {first_line}") from error
+        return EngineDeadError(f"the engine is gone: {first_line}")
+    logger.error("an engine call failed", exc_info=error)
+    return EngineError("internal error in the engine; its log has the details")

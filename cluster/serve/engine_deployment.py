@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from dataclasses import asdict
 from typing import Any
@@ -38,6 +39,7 @@ STALE_SECONDS = 3 * PROBE_INTERVAL
     ray_actor_options={"num_cpus": 0.1},
     max_constructor_retry_count=1,
     health_check_period_s=2,
+    logging_config={"enable_access_log": False},  # the ingress logs requests
     graceful_shutdown_wait_loop_s=0.5,
     graceful_shutdown_timeout_s=10,
 )
@@ -95,6 +97,7 @@ class EngineDeployment:
             "served_model_name": info.served_name,
             "vocab_size": info.vocab_size,
             "startup_seconds": info.startup_seconds,
+            "driver_pid": os.getpid(),
             "ranks": [asdict(rank) for rank in info.ranks],
         }
 

@@ -49,7 +49,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
     """Every error in OpenAI's form."""
     problem = problem_of(error)
     # Escaped to ASCII: a message may quote text of the request that UTF-8 cannot hold.
-    return Response(json.dumps(problem.body), problem.status, problem.headers, "application/json")
+    body = json.dumps(problem.body, separators=(",", ":"))
+    return Response(body, problem.status, problem.headers, "application/json")
 
 
 @serve.deployment(
