@@ -1,0 +1,95 @@
+"""What a step's sampled tokens mean: known tokens, finishes, outputs. Arrays; only finishing requests are visited."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from scheduler.decode import DecodeBatch
+from scheduler.outputs import FinishReason, StepOutputs
+from scheduler.request import ReqState
+from scheduler.request_table import RequestTable
+from scheduler.row_state import RowState
+from scheduler.step import StepPlan
+
+
+class InFlight(NamedTuple):
+    """What is needed to apply a plan's result. The arrays may be views of the plan."""
+
+    step_id: int
+    rows: np.ndarray  # rows sampled, in the order of the result's tokens
+    positions: np.ndarray  # the sampled tokens' positions
+    unsampled: list[int]  # rows that end with this step without a token (max_tokens 0)
+
+    @classmethod
+    def of_plan(cls, step_id: int, plan: StepPlan, unsampled: list[int]) -> InFlight:
+        if plan.num_samples == plan.num_rows:
+            rows, positions = plan.rows[: plan.num_rows], plan.device_len[: plan.num_rows]
+        else:
+            sampled = plan.sample[: plan.num_samples]
+            rows, positions = plan.rows[sampled], plan.device_len[sampled]
+        return cls(step_id, rows, positions, unsampled)
+
+
+def apply_result(
+    step: InFlight, tokens: np.ndarray, state: RowState, table: RequestTable, decode: DecodeBatch
+) -> StepOutputs:
+    """Record the tokens (int32, one per `step.rows`) of rows that still want them, and end requests that are over."""
+    rows, positions = step.rows.astype(np.int64), step.positions
+    wanted = state.accepts[rows]
+    if not wanted.all():  # R6, R7: tokens of requests that are over are dropped
+        rows, positions, tokens = rows[wanted], positions[wanted], tokens[wanted]
+    state.flat_tokens[state.token_base[rows] + positions] = tokens
+    lengths = positions + 1
+    state.known_len[rows] = lengths
+    finish = np.zeros(len(rows), dtype=np.uint8)
+    outputs = StepOutputs(state.request_id[rows], tokens.copy(), finish, state.cached_prompt[rows], step.step_id)
+    stopped = state.stop_ids[0][rows] == tokens
+    for column in state.stop_ids[1:]:
+        stopped |= column[rows] == tokens
+    over = stopped | (lengths >= state.end_len[rows])
+    if over.any():
+        at = np.flatnonzero(over)
+        finish[at] = _finish(rows[at].tolist(), positions[at].tolist(), stopped[at].tolist(), state, table, decode)
+    if step.unsampled:
+        outputs = outputs.extended(_finish_unsampled(step.unsampled, table))
+    return outputs
+
+
+def _finish(
+    rows: list[int],
+    positions: list[int],
+    stopped: list[bool],
+    state: RowState,
+    table: RequestTable,
+    decode: DecodeBatch,
+) -> list[FinishReason]:
+    """End the requests whose token at `positions` is their last; NONE for a stop token that came too early."""
+    reasons, ended = [], []
+    for row, position, stops in zip(rows, positions, stopped, strict=True):
+        req = table.by_row[row]
+        if stops and position >= req.stop_from:
+            reason = FinishReason.STOP
+            state.known_len[row] = position  # the stop token's K/V, if any, comes from a wasted step
+        elif position + 1 >= req.end_len:
+            reason = FinishReason.LENGTH
+        else:
+            reason = FinishReason.NONE
+        reasons.append(reason)
+        if reason:
+            table.close(req)
+            ended.append(row)
+    decode.remove(ended)
+    return reasons
+
+
+def _finish_unsampled(rows: list[int], table: RequestTable) -> StepOutputs:
+    """Requests that wanted no token, and were not aborted meanwhile."""
+    entries = []
+    for row in rows:
+        req = table.by_row[row]
+        if req.state is ReqState.LAST:
+            entries.append((req.request_id, FinishReason.LENGTH, req.cached_prompt))
+            table.close(req)
+    return StepOutputs.of_finished(entries)
