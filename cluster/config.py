@@ -22,7 +22,9 @@ class EngineConfig(BaseModel):
 
     model: str | None = Field(None, description="local directory or hub id; the default is SmolLM2-135M-Instruct")
     served_model_name: str | None = Field(None, description="name clients use; default: the model's directory or id")
-    load_format: Literal["safetensors", "dummy"] = Field("safetensors", description="dummy: random weights, for benchmarks")
+    load_format: Literal["safetensors", "dummy"] = Field(
+        "safetensors", description="dummy: random weights, for benchmarks"
+    )
     tp_size: int = Field(1, ge=1, description="ranks (worker actors) that share one copy of the model")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if the cluster has GPUs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -37,14 +39,20 @@ class EngineConfig(BaseModel):
     kv_layout: Literal["layer_first", "page_first"] = Field("layer_first", description="memory order of the KV pool")
     overlap_depth: int = Field(2, ge=1, le=2, description="steps in flight; 1 switches overlap off")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of GPU memory the engine may use")
-    gpus_per_rank: float = Field(1.0, gt=0, le=1, description="GPU share per rank; 0.5 puts two ranks on one card (gloo)")
+    gpus_per_rank: float = Field(
+        1.0, gt=0, le=1, description="GPU share per rank; 0.5 puts two ranks on one card (gloo)"
+    )
     max_queued_requests: int = Field(4096, ge=1, description="waiting requests before new ones get 429")
     integrity_interval: int = Field(0, ge=0, description="check the page invariants every so many steps; 0: never")
     start_timeout: float = Field(600.0, gt=0, description="deadline for placement, loading and hand-shake together")
-    placement_timeout: float = Field(20.0, gt=0, description="deadline for placement; raise it where nodes are added on demand")
+    placement_timeout: float = Field(
+        20.0, gt=0, description="deadline for placement; raise it where nodes are added on demand"
+    )
     step_timeout: float = Field(60.0, gt=0, description="a step without an answer for this long means a hung rank")
     cache_dir: str | None = Field(None, description="where the default model is kept; default: ~/.cache/raydix")
-    ray_address: str = Field("auto", description="local: a private Ray; auto: a running one, else private; or HOST:PORT")
+    ray_address: str = Field(
+        "auto", description="local: a private Ray; auto: a running one, else private; or HOST:PORT"
+    )
 
     @classmethod
     def load(cls, file: str | Path | None = None, **overrides: Any) -> EngineConfig:
