@@ -96,15 +96,16 @@ def cut_list(
     local_best = values.amax(1, keepdim=True)
     local_sum = (values - local_best).exp_().sum(1, dtype=torch.float64).where(local_best[:, 0] > -torch.inf, 0.0)
     top = torch.topk(keys, min(list_size, keys.shape[1]), dim=1).values
+    best, total = local_best[:, 0].double(), local_sum
     if tp.size > 1:
-        top = tp.all_gather(top, 1)
-        shards = tp.all_gather(torch.stack((local_best[:, 0].double(), local_sum), 1)[None], 0)  # [tp, F, 2]
-        top = torch.topk(top, min(list_size, top.shape[1]), dim=1).values
-        best = shards[..., 0].amax(0)
-        total = (shards[..., 1] * (shards[..., 0] - best).exp()).sum(0)
-        best = best.float()
-    else:
-        best, total = local_best[:, 0], local_sum
+        packed = torch.cat((top, torch.stack((best, total), 1).view(torch.int64)), 1)
+        shards = tp.all_gather(packed[None], 0)  # [tp, F, M + 2]: one exchange
+        bests, sums = shards[..., -2:].contiguous().view(torch.float64).unbind(-1)
+        best = bests.amax(0)
+        total = (sums * (bests - best).exp()).sum(0)
+        listed = shards[..., :-2].transpose(0, 1).flatten(1)
+        top = torch.topk(listed, min(list_size, listed.shape[1]), dim=1).values
+    best = best.float()
 
     size = top.shape[1]
     listed = order.values(top)
