@@ -72,7 +72,7 @@ def test_greedy_is_the_arg_max_and_the_lowest_id_among_equals(tp_size: int) -> N
     plan = admission([{"temperature": 0.0}] * 4)
     assert sample(logits, plan, [0, 1, 2, 3], [5] * 4, tp_size) == logits.argmax(1).tolist()
     # The same beside a sampled row, and with filters, which greedy ignores.
-    plan = admission([{"temperature": 0.0}, {"temperature": 0.0, "top_p": 0.5}, {"temperature": 0.0}, {}])
+    plan = admission([{"temperature": 0.0}, {"temperature": 0.0, "top_p": 0.5}, {"temperature": 1e-40}, {}])
     assert sample(logits, plan, [0, 1, 2, 3], [5] * 4, tp_size)[:3] == logits.argmax(1)[:3].tolist()
 
 

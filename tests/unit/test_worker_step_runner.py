@@ -198,6 +198,19 @@ def test_clear_errors(checkpoint) -> None:
     assert make_runner(path, num_pages=33).max_pages() == 33
 
 
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"kv_layout": "page_first"}], ids=str)
+def test_other_dtypes_and_layouts(checkpoint, settings: dict) -> None:
+    path, model = checkpoint
+    runner, driver = make_runner(path, **settings), make_driver()
+    rows = [driver.request(0, prompts(9)[0]), driver.request(1, prompts(4)[0], temperature=0.8, top_p=0.9, seed=1)]
+    tokens = run(runner, driver, rows, 6)
+    assert [len(new) for new in tokens] == [6, 6]
+    if "dtype" in settings:  # other roundings than transformers', which random weights would amplify
+        assert runner.model_info.dtype == "bfloat16" and runner._pool.dtype == torch.bfloat16
+    else:
+        assert tokens[0] == reference(model, rows[0].tokens[:9], 6)
+
+
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_tensor_parallel_ranks_compute_the_same_tokens(checkpoint, tp_size: int) -> None:
     """Every rank answers alike, and as one rank alone does (4 ranks over 2 KV heads share them)."""

@@ -69,18 +69,16 @@ class CutList:
     keep       [F, L] bool: passes every filter, as far as the list tells
     complete   [F] bool: no token beyond the list passes
     best       [F] float32: the row's largest value
-    total      [F] float64: sum of exp(value - best) over the whole vocabulary
     """
 
     keys: torch.Tensor
     keep: torch.Tensor
     complete: torch.Tensor
     best: torch.Tensor
-    total: torch.Tensor
 
     def take(self, rows: torch.Tensor) -> CutList:
         """The list of some of the rows."""
-        return CutList(self.keys[rows], self.keep[rows], self.complete[rows], self.best[rows], self.total[rows])
+        return CutList(self.keys[rows], self.keep[rows], self.complete[rows], self.best[rows])
 
 
 def cut_list(
@@ -120,7 +118,7 @@ def cut_list(
     complete = (~keep[:, -1] | (top_k <= size)) & (k_known | (top_p >= 1))
     if size >= vocab_size:
         complete = torch.ones_like(complete)
-    return CutList(top, keep, complete, best, total)
+    return CutList(top, keep, complete, best)
 
 
 def search_threshold(

@@ -14,14 +14,16 @@ from scheduler.step import S, StepPlan
 from worker.sampling.noise import seed_keys
 
 INITIAL_SUPPRESS_WIDTH = 8
+LOWEST_TEMPERATURE = 1e-5
+"""Below it a row is greedy, as at 0: scaled logits would leave the range of float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingMode:
     """Which code a step needs, known on the host before anything runs.
 
-    noisy           some row has temperature > 0; otherwise one arg-max is all
-    num_filtered    rows with temperature > 0 and top-k, top-p or min-p
+    noisy           some row is not greedy; otherwise one arg-max is all
+    num_filtered    rows that are not greedy and have top-k, top-p or min-p
     wide            some filtered row may keep more tokens than the exchanged candidate list holds
     wide_k          some row's top_k exceeds that list
     suppress        some row is still below its min_tokens
@@ -95,7 +97,7 @@ class SamplingState:
         )
         top_k = entries[:, S.TOP_K]
         has_k = (top_k > 0) & (top_k < self.vocab_size)
-        noisy = temperature > 0
+        noisy = temperature >= LOWEST_TEMPERATURE
         filtered = noisy & (has_k | (top_p < 1) | (min_p > 0))
         self._host_noisy[rows] = noisy
         self._host_filtered[rows] = filtered
@@ -110,7 +112,7 @@ class SamplingState:
         )
         top_k = entries[:, S.TOP_K].long()
         has_k = (top_k > 0) & (top_k < self.vocab_size)
-        noisy = temperature > 0
+        noisy = temperature >= LOWEST_TEMPERATURE
         self.scale[rows] = torch.where(noisy, 1.0 / temperature, 1.0)
         self.noise[rows] = noisy.float()
         self.top_p[rows] = top_p
