@@ -159,6 +159,12 @@ def test_a_step_without_samples_is_answered(checkpoint) -> None:
     assert result.step_id == 1 and len(result.tokens) == 0
 
 
+def test_a_plan_without_rows_is_answered(checkpoint) -> None:
+    path, _ = checkpoint
+    result = make_runner(path).launch(make_driver().plan([])).result()
+    assert result.step_id == 1 and len(result.tokens) == 0
+
+
 def test_padded_plans_run_without_graphs(checkpoint) -> None:
     path, model = checkpoint
     runner, driver = make_runner(path), make_driver()
