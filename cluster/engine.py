@@ -110,7 +110,7 @@ class Engine:
         timeline = Timeline(progress)
         try:
             timeline.enter("model files")
-            path = resolve_model(self.config.model, progress, self.config.cache_dir)
+            path = resolve_model(self.config.model, progress, self.config.cache_dir, self.config.load_format == "dummy")
             timeline.enter("ray")
             self._runtime = ray_runtime.connect(self.config.ray_address, max(min_cpus, self.config.tp_size))
             device = self._choose_device()

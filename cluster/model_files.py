@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from cluster.default_model import NAME as DEFAULT_NAME
-from cluster.default_model import ensure_default_model
+from cluster.default_model import default_cache_dir, ensure_default_model
 from cluster.errors import ModelLoadError
+from cluster.presets import PRESETS, write_preset
 from cluster.progress import Progress, no_progress
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "merges.txt"]
 
 
-def resolve_model(model: str | None, progress: Progress = no_progress, cache_dir: str | Path | None = None) -> Path:
+def resolve_model(
+    model: str | None, progress: Progress = no_progress, cache_dir: str | Path | None = None, dummy: bool = False
+) -> Path:
     """The directory with the model's config.json, weights and tokenizer.
 
     Args:
@@ -23,12 +26,15 @@ def resolve_model(model: str | None, progress: Progress = no_progress, cache_dir
             downloaded into the hub's own cache.
         progress: called while something is converted or downloaded.
         cache_dir: where the default model is kept; None for `default_cache_dir()`.
+        dummy: weights are not wanted, so the name of a preset (`cluster.presets`) will do.
 
     Raises:
         ModelLoadError: no such directory, not a checkpoint, or the hub cannot be reached; says which.
     """
     if model is None:
         return ensure_default_model(Path(cache_dir) if cache_dir else None, progress)
+    if dummy and model in PRESETS:
+        return write_preset(model, (Path(cache_dir) if cache_dir else default_cache_dir()) / "presets")
     path = Path(model).expanduser()
     if path.is_dir():
         return check_checkpoint(path)

@@ -122,7 +122,7 @@ def serve_until_failure(
     from cluster.model_files import resolve_model, served_name
 
     # here and not in the replica: a wrong model is found out early, and a download shows its progress
-    path = resolve_model(config.model, timeline, config.cache_dir)
+    path = resolve_model(config.model, timeline, config.cache_dir, config.load_format == "dummy")
     config = config.model_copy(
         update={"model": str(path), "served_model_name": config.served_model_name or served_name(config.model)}
     )
