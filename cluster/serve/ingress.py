@@ -94,10 +94,10 @@ class Ingress:
             raise self._failure
 
     def _ready_service(self) -> Service:
+        if self._failure is not None:
+            raise EngineError(f"the server cannot start: {self._failure}")
         if self._service is None:
-            raise EngineError(
-                "the model is still loading; try again later" if self._failure is None else "start failed"
-            )
+            raise EngineError("the model is still loading; try again later")
         return self._service
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion)
