@@ -88,16 +88,19 @@ def download(hub_id: str, progress: Progress) -> Path:
 
 
 def progress_bar(hub_id: str, progress: Progress) -> type[Any]:
-    """A tqdm class that reports to `progress` instead of drawing; the hub client counts bytes with it."""
+    """A tqdm class that reports to `progress` instead of drawing. The hub client counts files and bytes with it."""
     from tqdm import tqdm
 
     class Bar(tqdm):
+        reported = 0
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.pop("name", None)  # the hub client's own argument
             super().__init__(*args, **kwargs)
 
         def display(self, *args: Any, **kwargs: Any) -> None:
-            if self.total:
+            if self.unit == "B" and self.total and self.n > self.reported:  # it also draws when it is closed
+                self.reported = self.n
                 progress(f"downloading {hub_id}", min(self.n / self.total, 1.0))
 
     return Bar

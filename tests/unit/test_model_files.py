@@ -12,6 +12,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from cluster import model_files
 from cluster.errors import ModelLoadError
 from cluster.model_files import resolve_model, served_name
+from tests.unit.hub_server import hub
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_default_model_comes_from_the_cache_dir(monkeypatch, tmp_path):
 def test_a_hub_id_is_downloaded_with_progress(monkeypatch, checkpoint):
     def snapshot_download(hub_id, allow_patterns, tqdm_class):
         assert hub_id == "owner/name" and "*.safetensors" in allow_patterns and "*.bin" not in allow_patterns
-        with tqdm_class(total=100, name="hub's own", desc="x", mininterval=0) as bar:
+        with tqdm_class(total=100, name="hub's own", unit="B", mininterval=0) as bar:
             bar.update(25)
         return str(checkpoint)
 
@@ -79,15 +80,46 @@ def test_download_errors_are_clear(monkeypatch, error, message):
         resolve_model("owner/name")
 
 
-def test_offline_for_real(tmp_path):
-    """The real hub client, told to stay offline, with an empty cache."""
-    code = (
-        "from cluster.model_files import resolve_model\nfrom cluster.errors import ModelLoadError\n"
-        "try:\n    resolve_model('owner/name')\nexcept ModelLoadError as error:\n    print(error)\n"
-    )
-    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": ""}
+RESOLVE = """
+import sys
+from cluster.errors import ModelLoadError
+from cluster.model_files import resolve_model
+try:
+    print("path", resolve_model(sys.argv[1], lambda what, share: print(what, share)))
+except ModelLoadError as error:
+    print("error", error)
+"""
+
+
+def resolve_in_a_new_process(model: str, **environment: str) -> list[str]:
+    """What RESOLVE prints; the hub client reads its environment when it is imported."""
+    command = [sys.executable, "-c", RESOLVE, model]
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True, timeout=60
+        command, env={"PATH": "", **environment}, cwd=root, capture_output=True, text=True, timeout=60
     )
-    assert "owner/name is not in the local hub cache" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_real_download_from_a_hub_on_localhost_then_offline_from_its_cache(tmp_path):
+    weights = bytes(range(256)) * 20_000
+    files = {"config.json": b"{}", "model.safetensors": weights, "tokenizer.json": b"{}", "pytorch_model.bin": b"no"}
+    environment = {"HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
+    with hub("owner/name", files) as url:
+        lines = resolve_in_a_new_process("owner/name", HF_ENDPOINT=url, **environment)
+        path = Path(lines[-1].removeprefix("path "))
+        assert {file.name for file in path.iterdir()} == files.keys() - {"pytorch_model.bin"}
+        assert (path / "model.safetensors").read_bytes() == weights
+        shares = [float(line.split()[-1]) for line in lines if line.startswith("downloading owner/name")]
+        assert shares[0] == 0 and shares[-1] == 1 and lines[-2] == "downloaded owner/name 1.0"
+
+        missing = resolve_in_a_new_process("owner/other", HF_ENDPOINT=url, **environment)
+        assert missing[-1] == "error model owner/other: no such directory here and no such model on the hub"
+    again = resolve_in_a_new_process("owner/name", HF_HUB_OFFLINE="1", **environment)
+    assert again[-1] == f"path {path}"
+
+
+def test_offline_with_an_empty_cache(tmp_path):
+    lines = resolve_in_a_new_process("owner/name", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    assert lines[-1].startswith("error model owner/name is not in the local hub cache and the hub cannot be reached")
