@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from enum import Enum
 
+import numpy as np
 import torch
 
 from kvcache.base import CacheError
@@ -87,9 +89,9 @@ class MHAKVCache(BaseKVCachePool):
             )
         page = (page_size, local_kv_heads, head_dim)
         if layout is KVCacheLayout.LAYER_FIRST:
-            self.kv_buffer = torch.zeros((2, num_layers, num_pages, *page), dtype=dtype, device=device)
+            self.kv_buffer = _zeros((2, num_layers, num_pages, *page), dtype, device)
         else:
-            paged = torch.zeros((2, num_pages, num_layers, *page), dtype=dtype, device=device)
+            paged = _zeros((2, num_pages, num_layers, *page), dtype, device)
             self.kv_buffer = paged.permute(0, 2, 1, 3, 4, 5)
         self.layout = layout
         self.page_size = page_size
@@ -170,3 +172,10 @@ def create_kvcache_pool(
     """
     count, _ = local_kv_heads(num_kv_heads, tp_size, tp_rank)
     return MHAKVCache(num_layers, num_pages, page_size, count, head_dim, dtype, device, layout)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """Zeros; on the CPU from the system's zero pages, so memory is taken when a page is first written, not here."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

@@ -28,7 +28,7 @@ from worker.parallel import TPGroup
 from worker.sampling import Sampler
 from worker.step_input import StepInput, hot_views, sample_targets
 from worker.token_pool import TokenPool
-from worker.warm_up import largest_step
+from worker.warm_up import largest_step, small_steps
 from worker.weights import load_weights
 
 Progress = Callable[[str, float], None]
@@ -191,6 +191,13 @@ class ModelRunner:
             return ()
         self._progress("compiling kernels", 0.0)
         self._run_largest_step()
+        config = self.config
+        steps = small_steps(
+            config.max_running_requests, config.max_step_tokens, self._max_seq_len, self._page_table.dummy_slot
+        )
+        for done, plan in enumerate(steps):
+            self._progress("compiling kernels", done / len(steps))
+            self.launch(plan).result()
         self._progress("compiling kernels", 1.0)
         if not self._captures:
             return ()
