@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.serve.protocol import AssistantMessage, ChatChoice, ChatCompletion, ChatCompletionRequest, new_id
+from cluster.serve.answers import AssistantMessage, ChatChoice, ChatCompletion, new_id
+from cluster.serve.protocol import ChatCompletionRequest
 from cluster.serve.service import ChunkWriter, Service, UsageCounter
 from cluster.serve.sse import EventStream, to_json
 from cluster.serve.streams import Delta

@@ -5,13 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from cluster.serve.protocol import (
-    COMPLETION_DEFAULT_MAX_TOKENS,
-    Completion,
-    CompletionChoice,
-    CompletionRequest,
-    new_id,
-)
+from cluster.serve.answers import Completion, CompletionChoice, new_id
+from cluster.serve.protocol import COMPLETION_DEFAULT_MAX_TOKENS, CompletionRequest
 from cluster.serve.service import ChunkWriter, Service, UsageCounter
 from cluster.serve.sse import EventStream, to_json
 from cluster.serve.streams import Delta

@@ -19,18 +19,12 @@ from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 
 from cluster.errors import EngineError, RaydixError
+from cluster.serve.answers import ChatCompletion, Completion, ModelCard, ModelList
 from cluster.serve.chat import chat_completion
 from cluster.serve.completions import completion
 from cluster.serve.engine_client import EngineClient
 from cluster.serve.errors import problem_of
-from cluster.serve.protocol import (
-    ChatCompletion,
-    ChatCompletionRequest,
-    Completion,
-    CompletionRequest,
-    ModelCard,
-    ModelList,
-)
+from cluster.serve.protocol import ChatCompletionRequest, CompletionRequest
 from cluster.serve.service import Service
 from cluster.serve.text import TextWorker
 from cluster.tokenizer import Tokenizer

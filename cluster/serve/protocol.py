@@ -1,4 +1,4 @@
-"""The OpenAI protocol as pydantic models: what we read, what we answer.
+"""The OpenAI protocol as pydantic models: requests. Answers are in `answers.py`.
 
 Requests are strict: a wrong type is an error, an unknown field is an error, and a field that OpenAI (or vLLM) knows
 but we do not support is an error that names it unless it holds its neutral value. Nothing is silently ignored.
@@ -10,8 +10,6 @@ Reference: https://platform.openai.com/docs/api-reference/chat and .../completio
 from __future__ import annotations
 
 import json
-import time
-import uuid
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -270,87 +268,3 @@ class CompletionRequest(GenerationRequest):
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return self.prompt
-
-
-class PromptTokensDetails(BaseModel):
-    cached_tokens: int = 0
-
-
-class Usage(BaseModel):
-    """Token counts of one request; `cached_tokens` of the prompt came from the prefix cache."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-    @classmethod
-    def count(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
-        return cls(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
-        )
-
-
-class AssistantMessage(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str
-    refusal: None = None
-
-
-class ChatChoice(BaseModel):
-    index: int
-    message: AssistantMessage
-    logprobs: None = None
-    finish_reason: str
-
-
-class CompletionChoice(BaseModel):
-    index: int
-    text: str
-    logprobs: None = None
-    finish_reason: str
-
-
-class _Answer(BaseModel):
-    model_config = ConfigDict(protected_namespaces=())
-
-    id: str
-    object: str
-    created: int = Field(default_factory=lambda: int(time.time()))
-    model: str
-    usage: Usage
-
-
-class ChatCompletion(_Answer):
-    """Answer of POST /v1/chat/completions without `stream`."""
-
-    object: Literal["chat.completion"] = "chat.completion"
-    choices: list[ChatChoice]
-
-
-class Completion(_Answer):
-    """Answer of POST /v1/completions without `stream`."""
-
-    object: Literal["text_completion"] = "text_completion"
-    choices: list[CompletionChoice]
-
-
-class ModelCard(BaseModel):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "raydix"
-    max_model_len: int
-
-
-class ModelList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-def new_id(prefix: str) -> str:
-    """An id as OpenAI writes them: `chatcmpl-...`, `cmpl-...`."""
-    return f"{prefix}-{uuid.uuid4().hex}"

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from cluster.errors import UnknownModelError
+from cluster.serve.answers import ModelCard, Usage
 from cluster.serve.errors import ContextLengthError
-from cluster.serve.protocol import GenerationRequest, ModelCard, Usage
+from cluster.serve.protocol import GenerationRequest
 from cluster.serve.sse import DONE, EventStream, event, to_json
 from cluster.serve.streams import Delta, StreamGroup
 from cluster.serve.text import TextWorker

@@ -8,8 +8,9 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from cluster.errors import EngineDeadError, InvalidRequestError, OverloadedError, UnknownModelError
+from cluster.serve.answers import Usage
 from cluster.serve.errors import ContextLengthError, from_wire, problem_of, to_wire
-from cluster.serve.protocol import ChatCompletionRequest, CompletionRequest, Usage
+from cluster.serve.protocol import ChatCompletionRequest, CompletionRequest
 from cluster.serve.service import ChunkWriter, UsageCounter
 from cluster.serve.streams import Delta
 
