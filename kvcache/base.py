@@ -87,6 +87,10 @@ class BasePrefixCache(ABC):
         """
 
     @abstractmethod
+    def insert_pages(self, ids: Ints, page_starts: Ints, start: CacheHandle | None = None) -> InsertResult:
+        """`insert_prefix` of whole pages for a caller who has the pages' first slots at hand; these are trusted."""
+
+    @abstractmethod
     def lock_handle(self, handle: CacheHandle, unlock: bool = False) -> None:
         """Protect a prefix from eviction, or with `unlock` take one such protection back. Locks are counted.
 

@@ -36,6 +36,9 @@ class NaivePrefixCache(BasePrefixCache):
     def insert_prefix(self, ids: Ints, indices: Ints, start: CacheHandle | None = None) -> InsertResult:
         return InsertResult(0, self._empty)
 
+    def insert_pages(self, ids: Ints, page_starts: Ints, start: CacheHandle | None = None) -> InsertResult:
+        return InsertResult(0, self._empty)
+
     def lock_handle(self, handle: CacheHandle, unlock: bool = False) -> None:
         """Does nothing: there is nothing to protect."""
 

@@ -60,7 +60,10 @@ class RadixPrefixCache(BasePrefixCache):
         self._protected = 0
 
     def match_prefix(self, ids: Ints, start: CacheHandle | None = None) -> MatchResult:
-        node, data = self._begin(as_int32(ids), start)
+        ids = as_int32(ids)
+        if start is not None and start.node.children is None:
+            ids = ids[: start.cached_len]  # nothing is cached beyond it: spare the copy
+        node, data = self._begin(ids, start)
         parts: list[bytes] = []
         node, _ = self._walk(node, data, parts)
         return MatchResult(CacheHandle(node.end, node), self._token_slots(parts))
@@ -68,17 +71,25 @@ class RadixPrefixCache(BasePrefixCache):
     def insert_prefix(self, ids: Ints, indices: Ints, start: CacheHandle | None = None) -> InsertResult:
         ids = as_int32(ids)
         slots = as_int32(indices)
+        first = 0 if start is None else start.cached_len
+        if len(slots) != len(ids) - first:
+            raise CacheError(f"{len(ids) - first} token ids from position {first} on, but {len(slots)} slots for them")
+        full = len(slots) - len(slots) % self.page_size
+        return self.insert_pages(ids[: first + full], self._first_slots(slots[:full]), start)
+
+    def insert_pages(self, ids: Ints, page_starts: Ints, start: CacheHandle | None = None) -> InsertResult:
+        ids = as_int32(ids)
         node, data = self._begin(ids, start)
-        if len(slots) * TOKEN_BYTES != len(data):
+        if len(page_starts) * self._page_bytes != len(data):
             raise CacheError(
-                f"{len(data) // TOKEN_BYTES} token ids from position {node.end} on, but {len(slots)} slots for them"
+                f"{len(data) // TOKEN_BYTES} token ids from position {node.end} on do not fill the {len(page_starts)} "
+                f"pages of {self.page_size} given for them"
             )
-        full = len(data) - len(data) % self._page_bytes
         node, pos = self._walk(node, data, [])
         cached_len = node.end
-        if pos < full:
-            pages = self._first_slots(slots[pos // TOKEN_BYTES : full // TOKEN_BYTES])
-            node = self._add_leaf(node, data[pos:full], pages)
+        if pos < len(data):
+            pages = as_int32(page_starts)[pos // self._page_bytes :].tobytes()
+            node = self._add_leaf(node, data[pos:] if pos else data, pages)
         return InsertResult(cached_len, CacheHandle(node.end, node))
 
     def peek(self, ids: Ints) -> int:
@@ -274,15 +285,15 @@ class RadixPrefixCache(BasePrefixCache):
             self.digest.node_cut(leaf)
         return taken
 
-    def _first_slots(self, slots: IntArray) -> bytes:
-        """First slots of the pages that `slots` (whole pages) name, as bytes."""
+    def _first_slots(self, slots: IntArray) -> IntArray:
+        """First slots of the pages that `slots` (whole pages) name."""
         size = self.page_size
         if size == 1:
-            return slots.tobytes()
+            return slots
         starts = slots[::size]
         if (starts % size).any() or (slots[size - 1 :: size] - starts != size - 1).any():
             raise CacheError(f"slots must come in whole pages of {size} that start at multiples of {size}")
-        return starts.tobytes()
+        return starts
 
     def _token_slots(self, parts: list[bytes]) -> IntArray:
         if not parts:

@@ -118,14 +118,15 @@ class CacheManager:
         rows, row, size, held = self.rows, req.table_idx, self.page_size, req.handle
         stored = int(rows.cached_len[row])
         if not finished:
-            self.cache_planned(req, held.cached_len, rows.slots(row, held.cached_len, stored))
+            self._cache_planned(req, held, stored - stored % size)
             return
         num_pages = rows.num_pages(row)
         stored = min(stored, int(rows.known_len[row]))
         start, end = held.cached_len, stored - stored % size
         kept_from = kept_to = start
         if end > start:
-            inserted = self.prefix_cache.insert_prefix(rows.tokens[row, :end], rows.slots(row, start, end), held)
+            pages = rows.page_table[row, start // size : end // size]
+            inserted = self.prefix_cache.insert_pages(rows.tokens[row, :end], pages, held)
             kept_from, kept_to = max(start, inserted.cached_len), inserted.handle.cached_len
             self.insertions += 1
         self.unlock(held)
@@ -136,17 +137,12 @@ class CacheManager:
                 self.allocator.free(rows.page_table[row, begin:end])
         rows.cached_len[row] = 0
 
-    def cache_planned(self, req: Req, start: int, slots: np.ndarray) -> None:
-        """`cache_req` for a caller who has the slots of positions `start .. cached_len` at hand already.
-
-        `start` must be the page border at or before the first position that was planned since the last call.
-        """
-        held, size = req.handle, self.page_size
-        end = start + len(slots)
-        end -= end % size
-        if end <= start or held.cached_len != start:  # no full page, or a cache that keeps nothing
+    def _cache_planned(self, req: Req, held: CacheHandle, end: int) -> None:
+        if end <= held.cached_len:
             return
-        inserted = self.prefix_cache.insert_prefix(self.rows.tokens[req.table_idx, :end], slots[: end - start], held)
+        row, size = req.table_idx, self.page_size
+        pages = self.rows.page_table[row, held.cached_len // size : end // size]
+        inserted = self.prefix_cache.insert_pages(self.rows.tokens[row, :end], pages, held)
         self.insertions += 1
         # A twin may have inserted the prompt's last page, which no match covers (R1): the row keeps its own copy,
         # which is freed as a duplicate when it finishes (R3).

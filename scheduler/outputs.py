@@ -18,6 +18,9 @@ class FinishReason(IntEnum):
     ERROR = 4
 
 
+_NOTHING = tuple(np.empty(0, dtype) for dtype in (np.int64, np.int32, np.uint8, np.int32))
+
+
 @dataclass(slots=True)
 class StepOutputs:
     """New tokens and finishes, in a deterministic order. All arrays have one entry per element.
@@ -41,6 +44,8 @@ class StepOutputs:
         cls, entries: list[tuple[int, FinishReason, int]], errors: dict[int, str] | None = None, step_id: int = 0
     ) -> StepOutputs:
         """Outputs without tokens from (request id, reason, cached tokens)."""
+        if not entries:
+            return cls(*_NOTHING, step_id, errors or {})
         columns = np.array(entries, dtype=np.int64).reshape(-1, 3)
         return cls(
             columns[:, 0].copy(), np.full(len(entries), -1, dtype=np.int32), columns[:, 1].astype(np.uint8),

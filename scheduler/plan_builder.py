@@ -36,10 +36,9 @@ class PlanBuilder:
         samples = tokens = decodes
         news, counts = 0, {}
         if chunks:
-            spans = np.array(
-                [(c.req.table_idx, c.start, c.end, c.page_from, c.page_to) for c in chunks], dtype=np.int32
-            )
-            runs, news = int((spans[:, 2] - spans[:, 1]).sum()), int((spans[:, 4] - spans[:, 3]).sum())
+            spans = [(c.req.table_idx, c.start, c.end, c.end - c.start, c.page_from, c.page_to) for c in chunks]
+            runs = sum([span[3] for span in spans])
+            news = sum([span[5] - span[4] for span in spans])
             tokens += runs
             sampled = [i for i, chunk in enumerate(chunks, decodes) if chunk.samples]
             samples += len(sampled)
@@ -47,7 +46,7 @@ class PlanBuilder:
             suppressed = [chunk.req for chunk in admitted if chunk.req.suppress_until]
             counts = {
                 "token_runs": len(chunks), "run_tokens": runs, "sampling": len(admitted),
-                "suppress_runs": len(suppressed), "suppress_ids": sum(len(req.stop_ids) for req in suppressed),
+                "suppress_runs": len(suppressed), "suppress_ids": sum([len(req.stop_ids) for req in suppressed]),
             }  # fmt: skip
         plan = self._writer.begin(
             step_id=step_id, num_rows=num_rows, num_decode=decodes, num_samples=samples, num_tokens=tokens,
@@ -66,7 +65,8 @@ class PlanBuilder:
                 deltas[:, 2] = entries.pages
         plan.sample[:] = self._identity[:padded_rows]
         if chunks:
-            plan.sample[decodes:samples] = sampled
+            if sampled:
+                plan.sample[decodes:samples] = sampled
             self._write_chunks(plan, chunks, spans, decodes, crossing)
             self._write_admissions(plan, admitted, suppressed)
         if padded_rows > num_rows:
@@ -81,30 +81,32 @@ class PlanBuilder:
             return num_rows
         return int(self._pad_sizes[np.searchsorted(self._pad_sizes, num_rows)])
 
-    def _write_chunks(self, plan: StepPlan, chunks: list[Chunk], spans: np.ndarray, decodes: int, delta: int) -> None:
-        """Prefill entries and what goes with them; `spans`: int32[n, 5], row, tokens from and to, pages from and to."""
+    def _write_chunks(
+        self, plan: StepPlan, chunks: list[Chunk], spans: list[tuple[int, ...]], decodes: int, delta: int
+    ) -> None:
+        """Prefill entries and what goes with them. `spans`: row, tokens from and to, count, pages from and to."""
         pages, tokens = self._rows.page_table, self._rows.tokens
-        plan.rows[decodes:], plan.cached_len[decodes:], plan.device_len[decodes:] = (
-            spans[:, 0],
-            spans[:, 1],
-            spans[:, 2],
-        )
-        plan.token_runs[:, :2] = spans[:, :2]
-        plan.token_runs[:, 2] = spans[:, 2] - spans[:, 1]
+        columns = np.array(spans, dtype=np.int32)
+        plan.rows[decodes:], plan.cached_len[decodes:], plan.device_len[decodes:] = columns.T[:3]
+        plan.token_runs[:, :2] = columns[:, :2]
+        plan.token_runs[:, 2] = columns[:, 3]
         out_loc, run_tokens, deltas = plan.out_loc[decodes:], plan.run_tokens, plan.page_deltas[delta:]
         token = page = 0
-        for chunk, (row, start, end, page_from, page_to) in zip(chunks, spans.tolist(), strict=True):
-            next_token, next_page = token + end - start, page + page_to - page_from
-            out_loc[token:next_token] = chunk.slots
-            run_tokens[token:next_token] = tokens[row, start:end]
-            deltas[page:next_page, 1] = self._page_positions[page_from:page_to]
-            deltas[page:next_page, 2] = pages[row, page_from:page_to]
-            token, page = next_token, next_page
-        deltas[:, 0] = np.repeat(spans[:, 0], spans[:, 4] - spans[:, 3])
+        for chunk, (row, start, end, count, page_from, page_to) in zip(chunks, spans, strict=True):
+            out_loc[token : token + count] = chunk.slots
+            run_tokens[token : token + count] = tokens[row, start:end]
+            token += count
+            if page_to > page_from:
+                news = deltas[page : page + page_to - page_from]
+                news[:, 0] = row
+                news[:, 1] = self._page_positions[page_from:page_to]
+                news[:, 2] = pages[row, page_from:page_to]
+                page += page_to - page_from
 
     def _write_admissions(self, plan: StepPlan, admitted: list[Chunk], suppressed: list) -> None:
         if admitted:
-            np.concatenate([chunk.req.sampling_words for chunk in admitted], out=plan.sampling.reshape(-1))
+            entries = b"".join([chunk.req.sampling_words for chunk in admitted])
+            plan.sampling[:] = np.frombuffer(entries, dtype="<i4").reshape(plan.sampling.shape)
             plan.sampling[:, S.ROW] = [chunk.req.table_idx for chunk in admitted]
         if suppressed:
             plan.suppress_runs[:] = [(req.table_idx, req.suppress_until, len(req.stop_ids)) for req in suppressed]

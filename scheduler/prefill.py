@@ -214,11 +214,9 @@ class PrefillPlanner:
         held = -(-chunk.start // size)
         if chunk.page_to > held:
             rows.page_table[row, held : chunk.page_to] = self._cache.allocate_paged(chunk.page_to - held)
-        border = chunk.start - chunk.start % size
-        slots = rows.slots(row, border, chunk.end)
-        chunk.slots = slots[chunk.start - border :]
+        chunk.slots = rows.slots(row, chunk.start, chunk.end)
         rows.cached_len[row] = chunk.end
-        self._cache.cache_planned(req, border, slots)
+        self._cache.cache_req(req)
         req.sent_pages = chunk.page_to
         self.prefilled_tokens += chunk.end - chunk.start
         if chunk.final:

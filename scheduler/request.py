@@ -12,7 +12,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.outputs import FinishReason
 from scheduler.row_state import RowState
 from scheduler.sampling_params import SamplingParams
-from scheduler.step import SAMPLING_WORDS, pack_sampling
+from scheduler.step import sampling_entry
 
 
 class InvalidRequest(ValueError):
@@ -88,9 +88,8 @@ class Req:
         self.handle: CacheHandle | None = None  # locked while it has a row
         self.sent_pages = 0  # pages of the row that the workers' page table knows
         self.passed_over = 0  # younger requests that were admitted before it
-        self.sampling_words = np.empty(SAMPLING_WORDS, dtype=np.int32)
-        pack_sampling(
-            self.sampling_words, row=0, temperature=sampling.temperature, top_p=sampling.top_p, min_p=sampling.min_p,
+        self.sampling_words = sampling_entry(
+            row=0, temperature=sampling.temperature, top_p=sampling.top_p, min_p=sampling.min_p,
             top_k=max(sampling.top_k, 0), seed=sampling.seed, prompt_len=request.prompt_len,
         )  # fmt: skip
 

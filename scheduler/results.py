@@ -24,7 +24,9 @@ class InFlight(NamedTuple):
 
     @classmethod
     def of_plan(cls, step_id: int, plan: StepPlan, unsampled: list[int]) -> InFlight:
-        if plan.num_samples == plan.num_rows:
+        if not plan.num_samples:
+            rows, positions = plan.rows[:0], plan.device_len[:0]
+        elif plan.num_samples == plan.num_rows:
             rows, positions = plan.rows[: plan.num_rows], plan.device_len[: plan.num_rows]
         else:
             sampled = plan.sample[: plan.num_samples]
@@ -36,6 +38,9 @@ def apply_result(
     step: InFlight, tokens: np.ndarray, state: RowState, table: RequestTable, decode: DecodeBatch
 ) -> StepOutputs:
     """Record the tokens (int32, one per `step.rows`) of rows that still want them, and end requests that are over."""
+    if not len(step.rows):
+        outputs = StepOutputs.of_finished([], step_id=step.step_id)
+        return outputs.extended(_finish_unsampled(step.unsampled, table)) if step.unsampled else outputs
     rows, positions = step.rows.astype(np.int64), step.positions
     wanted = state.accepts[rows]
     if not wanted.all():  # R6, R7: tokens of requests that are over are dropped

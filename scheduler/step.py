@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 from enum import IntEnum, IntFlag
 
 import numpy as np
@@ -87,6 +88,7 @@ class S(IntEnum):
 
 _SAMPLING_ENTRY = struct.Struct("<i3fiQ3i")  # the words of `S`; little-endian puts the seed's low word first
 _COUNTS = slice(H.NUM_ROWS, H.NUM_SUPPRESS_IDS + 1)
+_HEADER_PADDING = (0,) * (HEADER_WORDS - H.NUM_SUPPRESS_IDS - 1)
 
 
 def _checksum(buffer: np.ndarray) -> int:
@@ -104,12 +106,16 @@ def _join64(low: int, high: int) -> int:
     return ((int(high) & 0xFFFFFFFF) << 32) | (int(low) & 0xFFFFFFFF)
 
 
-def pack_sampling(
-    out: np.ndarray, *, row: int, temperature: float, top_p: float, min_p: float, top_k: int, seed: int, prompt_len: int
-) -> None:
-    """Write one sampling entry into `out` (int32[SAMPLING_WORDS]). `top_k` 0 means off; `seed` is unsigned 64-bit."""
-    words = _SAMPLING_ENTRY.pack(row, temperature, top_p, min_p, top_k, seed, prompt_len, 0, 0)
-    out[:] = np.frombuffer(words, dtype="<i4")
+def sampling_entry(
+    *, row: int, temperature: float, top_p: float, min_p: float, top_k: int, seed: int, prompt_len: int
+) -> bytes:
+    """The words of one sampling entry. `top_k` 0 means off; `seed` is unsigned 64-bit."""
+    return _SAMPLING_ENTRY.pack(row, temperature, top_p, min_p, top_k, seed, prompt_len, 0, 0)
+
+
+def pack_sampling(out: np.ndarray, **fields: float) -> None:
+    """Write a `sampling_entry` of these fields into `out` (int32[SAMPLING_WORDS])."""
+    out[:] = np.frombuffer(sampling_entry(**fields), dtype="<i4")
 
 
 class StepPlan:
@@ -126,12 +132,13 @@ class StepPlan:
         "page_deltas", "token_runs", "run_tokens", "sampling", "suppress_runs", "suppress_ids",
     )  # fmt: skip
 
-    def __init__(self, buffer: np.ndarray) -> None:
+    def __init__(self, buffer: np.ndarray, counts: Sequence[int] | None = None) -> None:
+        """Views of `buffer`; `counts` are the header's, if the caller has them at hand."""
         self.buffer = buffer
         (
             self.num_rows, padded_rows, self.num_decode, self.num_samples, self.num_tokens, padded_tokens,
             deltas, runs, run_tokens, sampling, suppress_runs, suppress_ids,
-        ) = buffer[_COUNTS].tolist()  # fmt: skip
+        ) = buffer[_COUNTS].tolist() if counts is None else counts  # fmt: skip
         self.padded_rows, self.padded_tokens = padded_rows, padded_tokens
         at = HEADER_WORDS
 
@@ -229,12 +236,12 @@ class StepPlanWriter:
             self._buffers[slot] = np.empty(max(words, 2 * len(self._buffers[slot])), dtype=np.int32)
         buffer = self._buffers[slot][:words]
         low, high = _split64(step_id)
-        buffer[:HEADER_WORDS] = 0
-        buffer[: H.NUM_SUPPRESS_IDS + 1] = (
-            PLAN_MAGIC, words, 0, low, high, int(flags), num_rows, padded_rows, num_decode, num_samples, num_tokens,
-            padded_tokens, page_deltas, token_runs, run_tokens, sampling, suppress_runs, suppress_ids,
+        counts = (
+            num_rows, padded_rows, num_decode, num_samples, num_tokens, padded_tokens,
+            page_deltas, token_runs, run_tokens, sampling, suppress_runs, suppress_ids,
         )  # fmt: skip
-        return StepPlan(buffer)
+        buffer[:HEADER_WORDS] = (PLAN_MAGIC, words, 0, low, high, int(flags), *counts, *_HEADER_PADDING)
+        return StepPlan(buffer, counts)
 
 
 class StepResult:
