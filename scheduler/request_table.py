@@ -93,20 +93,19 @@ class RequestTable:
         self._ended, self._errors = [], {}
         return outputs
 
-    def give_back_rows(self, returned: int) -> bool:
-        """Let go of rows and pages that only plans up to `returned` use; preempted requests wait again. Not while a
-        plan is being made (R14). True if anything became free."""
-        free_before = self._cache.free_pages
+    def give_back_rows(self, returned: int) -> None:
+        """Let go of rows and pages that only plans up to `returned` use; preempted requests wait again.
+
+        Not while a plan is being made (R14).
+        """
         self._cache.release_quarantine(returned)
-        leaving = self.leaving
-        if leaving:
-            self.leaving = []
+        if self.leaving:
+            leaving, self.leaving = self.leaving, []
             for req in leaving:
                 if self._rows.last_plan[req.table_idx] <= returned:
                     self._give_back(req)
                 else:
                     self.leaving.append(req)
-        return len(self.leaving) < len(leaving) or self._cache.free_pages > free_before
 
     def recover(self) -> None:
         """Everything on a row waits again with the tokens known so far; rows, pages and the cache start afresh."""

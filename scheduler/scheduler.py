@@ -103,15 +103,17 @@ class Scheduler:
         """
         if len(self._in_flight) >= self.config.overlap_depth:
             return None
-        self._table.give_back_rows(self._returned)
-        while self.decode.rows.size or self.prefill.running or len(self.policy):
+        while True:
+            self._table.give_back_rows(self._returned)
+            if not (self.decode.rows.size or self.prefill.running or len(self.policy)):
+                return None
             entries = self._settle_decodes()
             chunks = self.prefill.plan(self.config.max_step_tokens - len(entries.rows), self.decode.rows)
             if len(entries.rows) or chunks:
                 return self._seal(entries, chunks)
-            if self._in_flight or not self._make_progress_possible():
-                break
-        return None
+            if self._in_flight:
+                return None
+            self._make_progress_possible()
 
     def _settle_decodes(self) -> DecodeEntries:
         """The decode rows of this step, with the pages they need."""
@@ -156,10 +158,10 @@ class Scheduler:
         )
         self._table.withdraw(req, FinishReason.ERROR, message)
 
-    def _make_progress_possible(self) -> bool:
-        """Nothing could be placed and nothing is in flight: give back what was given up, or preempt a prefill."""
-        if self._table.give_back_rows(self._returned):
-            return True
+    def _make_progress_possible(self) -> None:
+        """Nothing could be placed and nothing is in flight: preempt a prefill, or see that a request cannot fit."""
+        if self._table.leaving or self.cache.quarantined_pages:  # it was given up just now and comes back next
+            return
         running = self.prefill.running
         if len(running) > 1:
             self._table.preempt(self.policy.victim(running))
@@ -167,7 +169,6 @@ class Scheduler:
             self._give_up(running[0])
         else:  # one that was preempted or recovered when it had already outgrown the pool
             self._give_up(self.prefill.turned_away)
-        return True
 
     def _seal(self, entries: DecodeEntries, chunks: list[Chunk]) -> StepPlan:
         self._planned += 1

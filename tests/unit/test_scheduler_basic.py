@@ -257,3 +257,14 @@ def test_an_overtaken_prefill_goes_on_from_the_pages_of_its_overtaker(steps_befo
     alone.scheduler.add(request(0, prompt, max_tokens=6))
     alone.finish_all()
     assert run.tokens[0] == alone.tokens[0]
+
+
+def test_nothing_is_left_behind_by_a_schedule_that_plans_nothing():
+    run = Run(config(num_pages=4))
+    run.scheduler.add(request(0, range(1, 17), max_tokens=20))
+    plan = run.scheduler.schedule()
+    assert run.scheduler.schedule() is None  # the next token has no page, but the one in flight may be the last
+    run.absorb(run.scheduler.process(run.worker.execute(plan)))
+    assert run.scheduler.schedule() is None and not run.scheduler.has_work
+    run.absorb(run.scheduler.take_outputs())
+    assert run.finish == {0: FinishReason.ERROR}
