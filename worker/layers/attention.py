@@ -9,7 +9,7 @@ from torch import nn
 
 from kvcache.pool import local_kv_heads
 from worker.batch import Batch
-from worker.layers.linear import MergedColumnLinear, Part, RowParallelLinear
+from worker.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from worker.layers.norm import RMSNorm
 from worker.layers.shard import split_evenly
 from worker.model_config import ModelConfig
@@ -41,7 +41,7 @@ class Attention(nn.Module):
             Part("k_proj", config.num_kv_heads * dim, kv_rows),
             Part("v_proj", config.num_kv_heads * dim, kv_rows),
         ]
-        self.qkv_proj = MergedColumnLinear(config.hidden_size, parts, qkv_bias, **placed)
+        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, qkv_bias, **placed)
         self.o_proj = RowParallelLinear("o_proj", config.num_heads * dim, config.hidden_size, o_bias, tp, **placed)
         self.q_norm = RMSNorm("q_norm", dim, config.rms_norm_eps, **placed) if qk_norm else None
         self.k_norm = RMSNorm("k_norm", dim, config.rms_norm_eps, **placed) if qk_norm else None

@@ -19,11 +19,19 @@ ROW_ALIGNMENT = 8
 class _VocabParallel(nn.Module):
     """Rows `vocab_start .. vocab_start + local_size` of a [vocab_size, hidden_size] table, padded to equal shares.
 
-    Padding rows (ids of `vocab_size` and above) are zero; `num_valid` of the local rows are real.
+    Padding rows (ids of `vocab_size` and above) are zero; `num_valid` of the local rows are real. `weight`: a table
+    to share instead of a new one.
     """
 
     def __init__(
-        self, name: str, vocab_size: int, hidden_size: int, tp: TPGroup, dtype: torch.dtype, device: torch.device
+        self,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        tp: TPGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         self.name = name
@@ -32,10 +40,13 @@ class _VocabParallel(nn.Module):
         self.local_size = -(-vocab_size // (tp.size * ROW_ALIGNMENT)) * ROW_ALIGNMENT
         self.vocab_start = self.local_size * tp.rank
         self.num_valid = min(max(vocab_size - self.vocab_start, 0), self.local_size)
+        if weight is None:
+            weight = new_parameter(self.local_size, hidden_size, dtype=dtype, device=device)
+            weight[self.num_valid :].zero_()
+        self.weight = weight
 
     def shards(self) -> Iterator[Shard]:
         rows = slice(self.vocab_start, self.vocab_start + self.num_valid)
-        self.weight.data[self.num_valid :].zero_()
         yield Shard(f"{self.name}.weight", self.weight.data[: self.num_valid], (rows, slice(None)), self.full_shape)
 
     def finalize(self) -> None:
@@ -44,12 +55,6 @@ class _VocabParallel(nn.Module):
 
 class VocabParallelEmbedding(_VocabParallel):
     """Token ids [T] int64 -> [T, hidden_size], summed over the ranks: each contributes the ids it holds."""
-
-    def __init__(
-        self, name: str, vocab_size: int, hidden_size: int, tp: TPGroup, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__(name, vocab_size, hidden_size, tp, dtype, device)
-        self.weight = new_parameter(self.local_size, hidden_size, dtype=dtype, device=device)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
@@ -67,12 +72,17 @@ class ParallelLMHead(_VocabParallel):
     """
 
     def __init__(
-        self, name: str, vocab_size: int, hidden_size: int, tp: TPGroup, dtype: torch.dtype, device: torch.device,
+        self,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        tp: TPGroup,
+        dtype: torch.dtype,
+        device: torch.device,
         tied: VocabParallelEmbedding | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(name, vocab_size, hidden_size, tp, dtype, device)
+    ) -> None:
+        super().__init__(name, vocab_size, hidden_size, tp, dtype, device, weight=tied.weight if tied else None)
         self.tied = tied is not None
-        self.weight = tied.weight if tied else new_parameter(self.local_size, hidden_size, dtype=dtype, device=device)
         self.gemm = Gemm(self.weight)
 
     def shards(self) -> Iterator[Shard]:

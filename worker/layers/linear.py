@@ -14,7 +14,7 @@ from worker.parallel import TPGroup
 
 
 class Part(NamedTuple):
-    """One checkpoint projection within a merged column-parallel layer: this rank holds its output rows `rows`."""
+    """One projection of the checkpoint within a column-parallel layer: this rank holds its output rows `rows`."""
 
     name: str
     out_features: int
@@ -22,18 +22,23 @@ class Part(NamedTuple):
 
 
 class _Linear(nn.Module):
-    def __init__(self, rows: int, columns: int, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
+    """A local weight [rows, columns], and a bias that the product adds unless `bias_after`."""
+
+    def __init__(
+        self, rows: int, columns: int, bias: bool, dtype: torch.dtype, device: torch.device, bias_after: bool = False
+    ) -> None:
         super().__init__()
         self.weight = new_parameter(rows, columns, dtype=dtype, device=device)
         self.bias = new_parameter(rows, dtype=dtype, device=device) if bias else None
+        self.gemm = Gemm(self.weight, None if bias_after else self.bias)
 
     def finalize(self) -> None:
         if self.gemm.pack():
             self.weight = self.gemm.weight = None
 
 
-class MergedColumnLinear(_Linear):
-    """Several projections of the same input in one product; each rank computes its rows of every part.
+class ColumnParallelLinear(_Linear):
+    """Projections of the same input in one product; each rank computes its output rows of every part.
 
     Output: [..., sum of the parts' local rows], part after part. No communication.
     """
@@ -44,7 +49,6 @@ class MergedColumnLinear(_Linear):
         super().__init__(sum(part.rows.stop - part.rows.start for part in parts), in_features, bias, dtype, device)
         self.in_features = in_features
         self.parts = parts
-        self.gemm = Gemm(self.weight, self.bias)
 
     def shards(self) -> Iterator[Shard]:
         start = 0
@@ -60,17 +64,6 @@ class MergedColumnLinear(_Linear):
         return self.gemm(x)
 
 
-class ColumnParallelLinear(MergedColumnLinear):
-    """One projection whose output features are split evenly."""
-
-    def __init__(
-        self, name: str, in_features: int, out_features: int, bias: bool, tp: TPGroup, dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:  # fmt: skip
-        part = Part(name, out_features, split_evenly(out_features, tp.size, tp.rank))
-        super().__init__(in_features, [part], bias, dtype, device)
-
-
 class RowParallelLinear(_Linear):
     """One projection whose input features are split evenly; the ranks' partial sums meet in an all-reduce.
 
@@ -78,16 +71,21 @@ class RowParallelLinear(_Linear):
     """
 
     def __init__(
-        self, name: str, in_features: int, out_features: int, bias: bool, tp: TPGroup, dtype: torch.dtype,
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        tp: TPGroup,
+        dtype: torch.dtype,
         device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         columns = split_evenly(in_features, tp.size, tp.rank)
-        super().__init__(out_features, columns.stop - columns.start, bias, dtype, device)
+        super().__init__(out_features, columns.stop - columns.start, bias, dtype, device, bias_after=tp.size > 1)
         self.name = name
         self.columns = columns
         self.full_shape = (out_features, in_features)
         self.tp = tp
-        self.gemm = Gemm(self.weight, self.bias if tp.size == 1 else None)
 
     def shards(self) -> Iterator[Shard]:
         yield Shard(f"{self.name}.weight", self.weight.data, (slice(None), self.columns), self.full_shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from worker.layers.linear import MergedColumnLinear, Part, RowParallelLinear
+from worker.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from worker.layers.shard import split_evenly
 from worker.model_config import ModelConfig
 from worker.models.context import ModelContext
@@ -20,7 +20,7 @@ class GatedMLP(nn.Module):
         hidden, inner, placed = config.hidden_size, config.intermediate_size, {"dtype": ctx.dtype, "device": ctx.device}
         rows = split_evenly(inner, ctx.tp.size, ctx.tp.rank)
         parts = [Part("gate_proj", inner, rows), Part("up_proj", inner, rows)]
-        self.gate_up_proj = MergedColumnLinear(hidden, parts, bias, **placed)
+        self.gate_up_proj = ColumnParallelLinear(hidden, parts, bias, **placed)
         self.down_proj = RowParallelLinear("down_proj", inner, hidden, bias, ctx.tp, **placed)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
