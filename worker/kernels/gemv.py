@@ -58,12 +58,13 @@ def gemv(
     size_n = weight.shape[0]
     if out is None:
         out = torch.empty(rows, size_n, dtype=x.dtype, device=x.device)
-    block_n = 4 if size_n <= 8192 else 8
-    block_n = max(2, block_n // rows)
-    block_k = min(1024 if rows == 1 else 512, triton.next_power_of_2(size_k))
+    # Measured on an H200: few outputs want long runs along k, many outputs want more of them per program.
+    block_n, block_k, warps = (4, 2048, 8) if size_n <= 2048 else (8, 512, 4)
+    block_n = max(1, block_n // rows)
+    block_k = min(block_k, triton.next_power_of_2(size_k))
     _gemv_kernel[(triton.cdiv(size_n, block_n),)](
         x, weight, bias if bias is not None else x, out, size_n, size_k, x.stride(0), weight.stride(0), out.stride(0),
-        ROWS=rows, HAS_BIAS=bias is not None, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4,
+        ROWS=rows, HAS_BIAS=bias is not None, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps,
         **dependent_launch(x.device),
     )  # fmt: skip
     return out
