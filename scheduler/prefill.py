@@ -64,13 +64,16 @@ class PrefillPlanner:
         self._growth = max(GROWTH_LEAST, self._growth * GROWTH_DECAY)
         self._claimed = -1
         going_on = sorted(self.running, key=self._policy.preemption_key)
-        whole_only = False
+        whole_only, admitting = False, True
         while budget > 0:
-            head = self._head()
+            head = self._head() if admitting else None
             if going_on and not (head is not None and self._policy.precedes(head, going_on[0])):
                 chunk = self._go_on(going_on.pop(0), budget, whole_only)
             elif head is not None:
                 chunk = self._admit(head, budget, whole_only, decode_rows)
+                if chunk is None:  # no room for it, but prefills under way go on
+                    admitting = False
+                    continue
             else:
                 break
             if chunk is None:
