@@ -14,7 +14,7 @@ from scheduler.outputs import FinishReason, StepOutputs
 from scheduler.request import Request
 from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import Scheduler
-from scheduler.step import SAMPLING_WORDS, StepPlan, StepResult, pack_sampling
+from scheduler.step import SAMPLING_WORDS, S, StepPlan, StepResult, pack_sampling
 
 
 def make_config(**changes: object) -> SchedulerConfig:
@@ -108,12 +108,18 @@ class Harness:
 
     def plan(self) -> StepPlan | None:
         """Plan one step, if the scheduler wants to."""
-        busy, ready = len(self.in_flight) > 0, self.free_pages() | self.cached_pages()
+        ready = self.free_pages() | self.cached_pages()
+        table = self.scheduler.rows.page_table // self.config.page_size
+        lengths = -(-self.scheduler.rows.cached_len // self.config.page_size)
         plan = self.scheduler.schedule()
         if plan is not None:
             copy = StepPlan.decode(plan.buffer.copy())
-            handed_out = set((copy.page_deltas[:, 2] // self.config.page_size).tolist())
-            assert handed_out <= ready or not busy, f"R14: pages {sorted(handed_out - ready)} were freed in this plan"
+            # R14: a page named for the first time was free or cached before, or one of the plan's own rows had it
+            # and has just inserted it. With nothing in flight the scheduler may give back what it gave up.
+            for row in set(copy.rows[: copy.num_rows].tolist()) - set(copy.sampling[:, S.ROW].tolist()):
+                ready.update(table[row, : lengths[row]].tolist())
+            freed = set((copy.page_deltas[:, 2] // self.config.page_size).tolist()) - ready
+            assert not freed or not self.in_flight, f"pages {sorted(freed)} were freed in the plan that hands them out"
             self.plans.append(copy.buffer)
             self.prefilled_tokens += len(copy.run_tokens)
             self.in_flight.append((plan if self.late else copy, None, set()))

@@ -115,6 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stream = self.harness.streams[data.draw(st.integers(1, self.next_id - 1))]
         self._add([*stream.request.prompt_ids.tolist(), *stream.tokens, turns], {"max_tokens": turns}, 1)
 
+    @precondition(lambda self: self.next_id > 1)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         self.harness.abort(data.draw(st.integers(1, self.next_id)))
@@ -123,10 +124,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def plan(self) -> None:
         self.harness.plan()
 
+    @precondition(lambda self: self.harness.in_flight)
     @rule()
     def deliver(self) -> None:
         self.harness.deliver()
 
+    @precondition(lambda self: self.harness.in_flight)
     @rule()
     def deliver_burst(self) -> None:
         while self.harness.deliver():
@@ -137,6 +140,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(steps):
             self.harness.step()
 
+    @precondition(lambda self: self.harness.scheduler.stats().running)
     @rule()
     def recover(self) -> None:
         self.harness.recover()
