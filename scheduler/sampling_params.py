@@ -6,13 +6,23 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+MAX_LOGPROBS = 20
+"""Largest `logprobs` and `prompt_logprobs`: alternatives to a token that are reported with it."""
+MAX_LOGIT_BIAS = 100.0
+MAX_BIASED_TOKENS = 1024
+"""Most entries of a `logit_bias`."""
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
+"""Smaller ones than the least act as the least, so that logits stay finite."""
+
 
 class SamplingParams(BaseModel):
     """Sampling and stopping of one request. Immutable; unknown names and out-of-range values raise
     `pydantic.ValidationError`.
 
     `max_tokens` and `seed` may be None up to the engine's ingress, which fixes both: the scheduler wants numbers.
-    `stop` strings are matched on text, outside the scheduler.
+    `stop` strings are matched on text, outside the scheduler. Log probabilities are those of the model's own
+    distribution: before bias, penalties, temperature and filters. The logit that is sampled from gets, in this order,
+    bias, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -29,6 +39,25 @@ class SamplingParams(BaseModel):
     ignore_eos: bool = Field(False, description="generate on after the model's end-of-sequence tokens")
     stop: list[str] = Field(default_factory=list, description="strings that end the text; one string is accepted")
     stop_token_ids: list[int] = Field(default_factory=list, description="token ids that end the request, beside EOS")
+    presence_penalty: float = Field(
+        0.0, ge=-2, le=2, allow_inf_nan=False, description="off the logit of every token that was generated before"
+    )
+    frequency_penalty: float = Field(
+        0.0, ge=-2, le=2, allow_inf_nan=False, description="off a token's logit each time that it was generated before"
+    )
+    repetition_penalty: float = Field(
+        1.0, gt=0, le=MAX_REPETITION_PENALTY, allow_inf_nan=False,
+        description="divides positive and multiplies negative logits of tokens in the prompt or generated; 1: off",
+    )  # fmt: skip
+    logit_bias: dict[int, float] = Field(
+        default_factory=dict, description="token id -> what is added to its logit, -100..100; string keys are accepted"
+    )
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="log probabilities of each generated token and of so many likeliest"
+    )
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="the same of each prompt token but the first; finds no cached prefix"
+    )
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -56,11 +85,39 @@ class SamplingParams(BaseModel):
             raise ValueError("stop_token_ids must be token ids, 0 or larger")
         return value
 
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _ids_of_bias(cls, value: Any) -> Any:
+        """JSON has string keys only."""
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            return value
+        digits = {key: int(key) for key in value if isinstance(key, str) and key.isascii() and key.isdigit()}
+        return {digits.get(key, key) if isinstance(key, str) else key: bias for key, bias in value.items()}
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _bias_in_range(cls, value: dict[int, float]) -> dict[int, float]:
+        if len(value) > MAX_BIASED_TOKENS:
+            raise ValueError(f"logit_bias names {len(value)} tokens, at most {MAX_BIASED_TOKENS} are allowed")
+        for token, bias in value.items():
+            if not 0 <= token < 2**31:
+                raise ValueError(f"logit_bias names token id {token}; ids lie in 0..2^31-1")
+            if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:  # false for nan as well
+                raise ValueError(f"logit_bias of token {token} is {bias}; it must lie in -100..100")
+        return value
+
     @model_validator(mode="after")
     def _min_below_max(self) -> SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} must not exceed max_tokens {self.max_tokens}")
         return self
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the logits depend on which tokens came before."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
 def _tuple_as_list(value: Any) -> Any:

@@ -15,9 +15,10 @@ A plan is a fixed header followed by sections in a fixed order::
     sampling      n x SAMPLING_WORDS   parameters of rows admitted in this step
     suppress_runs n x 3            (row, until position, count): ids not to be sampled before it
     suppress_ids  sum of counts    their ids, run after run
+    extras                         only under the flag EXTRAS: penalties, bias, log probabilities (`step_extras`)
 
 Batch entries are ordered decodes first (`num_decode` of them). A worker applies page deltas, token runs, sampling
-and suppress sections before its forward pass, in this order. Everything after the header's checksum word is covered
+and suppress sections and extras before its forward pass, in this order. Everything after the header's checksum word is covered
 by a CRC-32, so a damaged or truncated buffer is refused (`StepFormatError`), never read as garbage.
 """
 
@@ -30,10 +31,28 @@ from enum import IntEnum, IntFlag
 
 import numpy as np
 
-PLAN_MAGIC = 0x52445801  # "RDX" and the format's version in the low byte
-RESULT_MAGIC = 0x52445281
+from scheduler.step_extras import (
+    PENALTY_WORDS,
+    SCORE_WORDS,
+    ExtraCounts,
+    LogprobBlock,
+    P,
+    PlanExtras,
+    PromptScores,
+    R,
+    SampledLogprobs,
+)
+
+__all__ = [
+    "HEADER_WORDS", "PENALTY_WORDS", "RESULT_HEADER_WORDS", "SAMPLING_WORDS", "SCORE_WORDS", "ExtraCounts", "H",
+    "LogprobBlock", "P", "PlanExtras", "PlanFlags", "PromptScores", "R", "S", "SampledLogprobs", "StepFormatError",
+    "StepPlan", "StepPlanWriter", "StepResult", "pack_sampling", "plan_words",
+]  # fmt: skip
+
+PLAN_MAGIC = 0x52445802  # "RDX" and the format's version in the low byte
+RESULT_MAGIC = 0x52445282
 HEADER_WORDS = 32
-RESULT_HEADER_WORDS = 8
+RESULT_HEADER_WORDS = 12
 SAMPLING_WORDS = 10
 
 
@@ -42,10 +61,12 @@ class StepFormatError(ValueError):
 
 
 class PlanFlags(IntFlag):
-    """`SNAPSHOT`: the plan rebuilds live rows and tree prefixes on workers that hold nothing yet."""
+    """`SNAPSHOT`: the plan rebuilds live rows and tree prefixes on workers that hold nothing yet.
+    `EXTRAS`: the plan has the optional sections of `step_extras`."""
 
     NONE = 0
     SNAPSHOT = 1
+    EXTRAS = 2
 
 
 class H(IntEnum):
@@ -69,6 +90,14 @@ class H(IntEnum):
     NUM_SAMPLING = 15
     NUM_SUPPRESS_RUNS = 16
     NUM_SUPPRESS_IDS = 17
+    NUM_PENALTIES = 18
+    NUM_HISTORY_RUNS = 19
+    NUM_HISTORY_TOKENS = 20
+    NUM_BIAS_RUNS = 21
+    NUM_BIAS_IDS = 22
+    NUM_LOGPROB_ROWS = 23
+    NUM_SCORE_RUNS = 24
+    NUM_SCORE_TARGETS = 25
 
 
 class S(IntEnum):
@@ -88,7 +117,9 @@ class S(IntEnum):
 
 _SAMPLING_ENTRY = struct.Struct("<i3fiQ3i")  # the words of `S`; little-endian puts the seed's low word first
 _COUNTS = slice(H.NUM_ROWS, H.NUM_SUPPRESS_IDS + 1)
-_HEADER_PADDING = (0,) * (HEADER_WORDS - H.NUM_SUPPRESS_IDS - 1)
+_EXTRA_COUNTS = slice(H.NUM_PENALTIES, H.NUM_SCORE_TARGETS + 1)
+_NO_EXTRAS = ExtraCounts()
+_HEADER_PADDING = (0,) * (HEADER_WORDS - H.NUM_SCORE_TARGETS - 1)
 
 
 def _checksum(buffer: np.ndarray) -> int:
@@ -123,17 +154,24 @@ class StepPlan:
 
     Attributes: the counts of the header by name (`num_rows`, `padded_rows`, `num_decode`, `num_samples`,
     `num_tokens`, `padded_tokens`), and the sections. `rows`, `cached_len`, `device_len` have `padded_rows` entries,
-    `out_loc` has `padded_tokens`, `sample` has `padded_rows`; the live part is the first `num_*` entries.
+    `out_loc` has `padded_tokens`, `sample` has `padded_rows`; the live part is the first `num_*` entries. `extras` are
+    the optional sections, None in a plan without them.
     """
 
     __slots__ = (  # noqa: RUF023
         "buffer", "num_rows", "padded_rows", "num_decode", "num_samples", "num_tokens", "padded_tokens",
         "rows", "cached_len", "device_len", "sample", "out_loc",
         "page_deltas", "token_runs", "run_tokens", "sampling", "suppress_runs", "suppress_ids",
+        "extras",
     )  # fmt: skip
 
-    def __init__(self, buffer: np.ndarray, counts: Sequence[int] | None = None) -> None:
-        """Views of `buffer`; `counts` are the header's, if the caller has them at hand."""
+    def __init__(
+        self, buffer: np.ndarray, counts: Sequence[int] | None = None, extras: ExtraCounts | None = None
+    ) -> None:
+        """Views of `buffer`; `counts` (and those of the optional sections, if there are any) are the header's, if the
+        caller has them at hand."""
+        if counts is None and buffer[H.FLAGS] & PlanFlags.EXTRAS:
+            extras = ExtraCounts(*buffer[_EXTRA_COUNTS].tolist())
         self.buffer = buffer
         (
             self.num_rows, padded_rows, self.num_decode, self.num_samples, self.num_tokens, padded_tokens,
@@ -158,6 +196,7 @@ class StepPlan:
         self.sampling = take(SAMPLING_WORDS * sampling).reshape(-1, SAMPLING_WORDS)
         self.suppress_runs = take(3 * suppress_runs).reshape(-1, 3)
         self.suppress_ids = take(suppress_ids)
+        self.extras = None if extras is None else PlanExtras(buffer[at:], extras)
 
     @property
     def step_id(self) -> int:
@@ -190,7 +229,10 @@ class StepPlan:
         )
         if min(counts) < 0 or not (decode <= rows <= padded_rows and samples <= rows and tokens <= padded_tokens):
             raise StepFormatError(f"step plan has impossible counts {counts}")
-        words = plan_words(padded_rows, padded_tokens, deltas, runs, run_tokens, sampling, srun, sids)
+        extras = ExtraCounts(*buffer[_EXTRA_COUNTS].tolist())
+        if min(extras) < 0 or (extras != _NO_EXTRAS and not buffer[H.FLAGS] & PlanFlags.EXTRAS):
+            raise StepFormatError(f"step plan has impossible counts {extras}")
+        words = plan_words(padded_rows, padded_tokens, deltas, runs, run_tokens, sampling, srun, sids) + extras.words
         if words != len(buffer):
             raise StepFormatError(f"step plan holds {len(buffer)} words, its counts need {words}")
         if buffer[H.CHECKSUM] != _checksum(buffer):
@@ -200,6 +242,8 @@ class StepPlan:
         plan = cls(buffer)
         if int(plan.token_runs[:, 2].sum()) != run_tokens or int(plan.suppress_runs[:, 2].sum()) != sids:
             raise StepFormatError("step plan's runs do not add up to the ids they carry")
+        if plan.extras is not None and not plan.extras.add_up():
+            raise StepFormatError("step plan's optional runs do not add up to the ids they carry")
         return plan
 
 
@@ -207,7 +251,7 @@ def plan_words(
     padded_rows: int, padded_tokens: int, page_deltas: int, token_runs: int, run_tokens: int,
     sampling: int, suppress_runs: int, suppress_ids: int,
 ) -> int:  # fmt: skip
-    """Length of a plan with these counts, in int32 words."""
+    """Length of a plan with these counts, in int32 words; its optional sections come on top."""
     hot = HEADER_WORDS + 4 * padded_rows + padded_tokens
     return hot + 3 * (page_deltas + token_runs + suppress_runs) + run_tokens + SAMPLING_WORDS * sampling + suppress_ids
 
@@ -223,14 +267,20 @@ class StepPlanWriter:
         self, *, step_id: int, num_rows: int, num_decode: int, num_samples: int, num_tokens: int,
         padded_rows: int | None = None, padded_tokens: int | None = None, page_deltas: int = 0, token_runs: int = 0,
         run_tokens: int = 0, sampling: int = 0, suppress_runs: int = 0, suppress_ids: int = 0,
-        flags: PlanFlags = PlanFlags.NONE,
+        flags: PlanFlags = PlanFlags.NONE, extras: ExtraCounts | None = None,
     ) -> StepPlan:  # fmt: skip
-        """A writable plan of these counts, sections uninitialised. Fill every section, then call `plan.seal()`."""
+        """A writable plan of these counts, sections uninitialised. Fill every section, then call `plan.seal()`.
+
+        `extras`: counts of the optional sections; sets their flag.
+        """
         padded_rows = num_rows if padded_rows is None else padded_rows
         padded_tokens = num_tokens if padded_tokens is None else padded_tokens
         words = plan_words(
             padded_rows, padded_tokens, page_deltas, token_runs, run_tokens, sampling, suppress_runs, suppress_ids
         )
+        if extras is not None:
+            flags |= PlanFlags.EXTRAS
+            words += extras.words
         slot, self._next = self._next, (self._next + 1) % len(self._buffers)
         if len(self._buffers[slot]) < words:
             self._buffers[slot] = np.empty(max(words, 2 * len(self._buffers[slot])), dtype=np.int32)
@@ -240,28 +290,49 @@ class StepPlanWriter:
             num_rows, padded_rows, num_decode, num_samples, num_tokens, padded_tokens,
             page_deltas, token_runs, run_tokens, sampling, suppress_runs, suppress_ids,
         )  # fmt: skip
-        buffer[:HEADER_WORDS] = (PLAN_MAGIC, words, 0, low, high, int(flags), *counts, *_HEADER_PADDING)
-        return StepPlan(buffer, counts)
+        buffer[:HEADER_WORDS] = (
+            PLAN_MAGIC, words, 0, low, high, int(flags), *counts, *(extras or _NO_EXTRAS), *_HEADER_PADDING,
+        )  # fmt: skip
+        return StepPlan(buffer, counts, extras)
 
 
 class StepResult:
     """What rank 0 answers to a plan: `tokens[i]` is the token sampled for batch entry `plan.sample[i]`.
 
-    `tokens` is int32[num_samples]. Every plan is answered, also one that samples nothing.
+    `tokens` is int32[num_samples]. Every plan is answered, also one that samples nothing. `logprobs` are those of the
+    sampled tokens whose rows want them, `scores` those of the plan's `score_runs`; None where there are none.
+
+    The buffer: a header (..., number of tokens; of tokens with log probabilities, and alternatives each; of score runs,
+    of tokens in them, and alternatives each), then the tokens, `logprobs.index`, `logprobs.block`, `scores.runs` and
+    `scores.block`.
     """
 
-    __slots__ = ("step_id", "tokens")
+    __slots__ = ("logprobs", "scores", "step_id", "tokens")
 
-    def __init__(self, step_id: int, tokens: np.ndarray) -> None:
+    def __init__(
+        self, step_id: int, tokens: np.ndarray,
+        logprobs: SampledLogprobs | None = None, scores: PromptScores | None = None,
+    ) -> None:  # fmt: skip
         self.step_id = step_id
         self.tokens = tokens
+        self.logprobs = logprobs
+        self.scores = scores
 
     def encode(self) -> np.ndarray:
         """One contiguous int32 buffer."""
-        buffer = np.empty(RESULT_HEADER_WORDS + len(self.tokens), dtype=np.int32)
         low, high = _split64(self.step_id)
-        buffer[:RESULT_HEADER_WORDS] = (RESULT_MAGIC, len(buffer), 0, low, high, 0, len(self.tokens), 0)
-        buffer[RESULT_HEADER_WORDS:] = self.tokens
+        sections, counts = [self.tokens], [0, 0, 0, 0, 0]
+        if self.logprobs is not None:
+            index, block = self.logprobs
+            sections += [index, block.words.reshape(-1)]
+            counts[:2] = len(index), block.top
+        if self.scores is not None:
+            runs, block = self.scores
+            sections += [runs.reshape(-1), block.words.reshape(-1)]
+            counts[2:] = len(runs), len(block), block.top
+        buffer = np.empty(RESULT_HEADER_WORDS + sum(map(len, sections)), dtype=np.int32)
+        buffer[:RESULT_HEADER_WORDS] = (RESULT_MAGIC, len(buffer), 0, low, high, 0, len(self.tokens), *counts)
+        np.concatenate(sections, out=buffer[RESULT_HEADER_WORDS:])
         buffer[H.CHECKSUM] = _checksum(buffer)
         return buffer
 
@@ -269,9 +340,35 @@ class StepResult:
     def decode(cls, data: bytes | memoryview | np.ndarray) -> StepResult:
         """Check a received buffer. Raises StepFormatError as `StepPlan.decode` does."""
         buffer = _as_words(data, RESULT_HEADER_WORDS, RESULT_MAGIC, "result")
-        if buffer[6] != len(buffer) - RESULT_HEADER_WORDS or buffer[H.CHECKSUM] != _checksum(buffer):
-            raise StepFormatError("step result is damaged: its count or checksum does not match its words")
-        return cls(_join64(buffer[3], buffer[4]), buffer[RESULT_HEADER_WORDS:])
+        counts = buffer[6:RESULT_HEADER_WORDS].tolist()
+        tokens, logprobs, top, runs, scored, score_top = counts
+        sizes = (tokens, logprobs, logprobs * (2 + 2 * top), 3 * runs, scored * (2 + 2 * score_top))
+        if (
+            min(counts) < 0
+            or sum(sizes) != len(buffer) - RESULT_HEADER_WORDS
+            or buffer[H.CHECKSUM] != _checksum(buffer)
+        ):
+            raise StepFormatError("step result is damaged: its counts or checksum do not match its words")
+        result = cls(_join64(buffer[3], buffer[4]), buffer[RESULT_HEADER_WORDS : RESULT_HEADER_WORDS + tokens])
+        if logprobs or runs:
+            result._take_logprobs(buffer[RESULT_HEADER_WORDS + tokens :], counts)
+        return result
+
+    def _take_logprobs(self, words: np.ndarray, counts: list[int]) -> None:
+        """The sections behind the tokens. Raises StepFormatError if they contradict themselves."""
+        tokens, logprobs, top, runs, scored, score_top = counts
+        scores = words[logprobs * (3 + 2 * top) :]
+        if logprobs:
+            index, block = words[:logprobs], words[logprobs : logprobs * (3 + 2 * top)]
+            if index[0] < 0 or index[-1] >= tokens or (np.diff(index) <= 0).any():
+                raise StepFormatError(f"step result's log probabilities are of tokens {index.tolist()} of {tokens}")
+            self.logprobs = SampledLogprobs(index, LogprobBlock(block.reshape(logprobs, -1)))
+        if runs:
+            table = scores[: 3 * runs].reshape(-1, 3)
+            if (table < 0).any() or int(table[:, 2].sum()) != scored:
+                raise StepFormatError(f"step result's runs {table.tolist()} do not add up to {scored} scored tokens")
+            block = scores[3 * runs :].reshape(scored, 2 + 2 * score_top)
+            self.scores = PromptScores(table, LogprobBlock(block))
 
 
 def _as_words(data: bytes | memoryview | np.ndarray, header: int, magic: int, what: str) -> np.ndarray:
