@@ -21,6 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
+from heapq import heapify, heappop, heappush
 
 from scheduler.request import Req
 
@@ -163,15 +164,18 @@ class FairShare(Policy):
         self._lines: dict[str, FirstComeFirstServed] = {}
         self._served: dict[str, int] = {}
         self._floor = 0  # service of the user who left the line last
+        self._heap: list[tuple[int, int, str]] = []  # (service, seq of the first in line, user); may be out of date
 
     def push(self, req: Req) -> None:
         user = req.request.user or ""
         if user not in self._lines:
-            floor = min((self._served[other] for other in self._lines), default=self._floor)
+            first = self._first_user()
+            floor = self._floor if first is None else self._served[first]
             self._served[user] = max(self._served.pop(user, 0), floor)
             self._forget_idle_users()
             self._lines[user] = FirstComeFirstServed()
         self._lines[user].push(req)
+        self._post(user)
 
     def remove(self, req: Req) -> None:
         user = req.request.user or ""
@@ -179,19 +183,38 @@ class FairShare(Policy):
         if not len(self._lines[user]):
             del self._lines[user]
             self._floor = self._served[user]
+        self._post(user)
 
     def head(self, cached_prefix: Callable[[Req], int]) -> Req | None:
-        heads = [line.head(cached_prefix) for line in self._lines.values()]
-        return min(heads, key=lambda req: (self._served[req.request.user or ""], req.seq), default=None)
+        user = self._first_user()
+        return None if user is None else self._lines[user].head(cached_prefix)
 
     def admitted(self, req: Req) -> None:
-        user = req.request.user or ""
-        self._served[user] = self._served.get(user, 0) + req.end_len
+        self._serve(req.request.user or "", req.end_len)
 
     def gave_back(self, req: Req, unused_tokens: int) -> None:
-        user = req.request.user or ""
-        if user in self._served:
-            self._served[user] -= unused_tokens
+        self._serve(req.request.user or "", -unused_tokens)
+
+    def _serve(self, user: str, tokens: int) -> None:
+        self._served[user] = self._served.get(user, self._floor) + tokens
+        self._post(user)
+
+    def _post(self, user: str) -> None:
+        """The user's service or first request changed."""
+        if user in self._lines:
+            heappush(self._heap, (self._served[user], next(iter(self._lines[user])).seq, user))
+            if len(self._heap) > 64 + 4 * len(self._lines):
+                self._heap = [(self._served[u], next(iter(line)).seq, u) for u, line in self._lines.items()]
+                heapify(self._heap)
+
+    def _first_user(self) -> str | None:
+        while self._heap:
+            served, seq, user = self._heap[0]
+            line = self._lines.get(user)
+            if line is not None and served == self._served[user] and seq == next(iter(line)).seq:
+                return user
+            heappop(self._heap)
+        return None
 
     def _forget_idle_users(self) -> None:
         """Keep the table bounded: users long gone start level when they come back."""
