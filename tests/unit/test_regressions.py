@@ -19,7 +19,7 @@ def test_a_lone_request_that_stops_just_in_time_is_not_given_up(depth: int) -> N
 
 
 def test_a_blocked_head_of_higher_priority_does_not_end_a_prefill_under_way() -> None:
-    """The head finds no room beside what the running prefill will want; nothing else ran, so that prefill was failed."""
+    """The head found no room beside what the running prefill will want; as nothing else ran, the prefill was failed."""
     harness = Harness(make_config(page_size=1, num_pages=4, max_step_tokens=1, overlap_depth=1, policy="priority"))
     harness.add(make_request(1, [100, 101, 102], max_tokens=0))
     harness.step()
