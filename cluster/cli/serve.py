@@ -140,7 +140,13 @@ def serve_until_failure(
         take_signals()  # Ray's own handler of SIGTERM aborts the process
         timeline("starting Ray Serve")
         quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
+        was_running = bool(serve.status().proxies)
         serve.start(http_options={"host": host, "port": port}, logging_config=quiet)
+        if APP_NAME in serve.status().applications:
+            raise ConfigError(
+                f"an application named {APP_NAME} is served on this Ray cluster already; stop it first, or use "
+                "--ray-address local for a Ray of its own"
+            )
         try:
             engine = deploy(config, timeline)
             wait_until_ready(engine, host, port)
@@ -149,12 +155,22 @@ def serve_until_failure(
             print_usage(engine, host, port)
             watch(engine)
         finally:
-            if runtime.may_grow:
-                serve.delete(APP_NAME)  # the cluster, and what else Serve runs on it, are not ours
-            else:
-                serve.shutdown()
+            take_down(keep_serve=was_running)
     finally:
         runtime.close()
+
+
+def take_down(keep_serve: bool) -> None:
+    """Ends the application, and Serve unless it was there before or others use it by now."""
+    from ray import serve
+
+    try:
+        if keep_serve or set(serve.status().applications) - {APP_NAME}:
+            serve.delete(APP_NAME)
+        else:
+            serve.shutdown()
+    except Exception as error:  # a Ray that is broken must not hide what broke it
+        print(f"raydix: clean-up: {error}", file=sys.stderr, flush=True)
 
 
 def deploy(config: EngineConfig, timeline: Timeline) -> DeploymentHandle:
