@@ -15,6 +15,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("bench", help="measure throughput, scheduler and prefix cache")
     kinds = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     add_throughput(kinds)
+    add_latency(kinds)
+    add_prefix(kinds)
     add_transformers(kinds)
     add_scheduler(kinds)
     add_cache(kinds)
@@ -36,6 +38,23 @@ def add_throughput(kinds: Any) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of lengths and ids (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.6, help="(default: %(default)s)")
     finish(parser, run_throughput, engine=True)
+
+
+def add_latency(kinds: Any) -> None:
+    parser = kinds.add_parser("latency", help="milliseconds per token of one request alone")
+    parser.add_argument("--context", type=positive_int, default=1150, help="tokens, on average (default: %(default)s)")
+    parser.add_argument("--output-len", type=positive_int, default=128, help="tokens timed (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the ids (default: %(default)s)")
+    finish(parser, run_latency, engine=True)
+
+
+def add_prefix(kinds: Any) -> None:
+    parser = kinds.add_parser("prefix", help="time to all first tokens of a burst, with and without a shared prefix")
+    parser.add_argument("--num-seqs", type=positive_int, default=64, help="requests (default: %(default)s)")
+    parser.add_argument("--prefix-len", type=positive_int, default=4096, help="shared tokens (default: %(default)s)")
+    parser.add_argument("--own-len", type=positive_int, default=256, help="own tokens of each (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the ids (default: %(default)s)")
+    finish(parser, run_prefix, engine=True, repeats=False)
 
 
 def add_transformers(kinds: Any) -> None:
@@ -66,12 +85,13 @@ def add_cache(kinds: Any) -> None:
     finish(parser, run_cache, engine=False)
 
 
-def finish(parser: argparse.ArgumentParser, run: Any, engine: bool) -> None:
+def finish(parser: argparse.ArgumentParser, run: Any, engine: bool, repeats: bool = True) -> None:
     """The flags that benchmarks share."""
-    if engine:
+    if engine and repeats:
         parser.add_argument(
             "--repeats", type=positive_int, default=3, help="runs; medians count (default: %(default)s)"
         )
+    if engine:
         add_engine_flags(parser, positional_model=True)
     parser.add_argument("--json", metavar="FILE", help="write the result into FILE as JSON")
     parser.set_defaults(run=run)
@@ -111,6 +131,40 @@ def print_limit(limit: dict[str, Any] | None) -> None:
     machine = f"{limit['bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s, {limit['peak_flops'] / 1e12:,.2f} TFLOP/s"
     print(f"limit   {cell(limit['output_tokens_per_s'])} tok/s, of which this is {limit['ratio']:.1%}")
     print(f"        ({machine}; {limit['source']})")
+
+
+def run_latency(args: argparse.Namespace) -> int:
+    from cluster.bench.latency import bench_latency
+
+    config = engine_config(args)
+    check_json_path(args.json)
+    if args.output_len < 2 or args.context <= args.output_len // 2:
+        raise ConfigError(f"--output-len {args.output_len} must be at least 2, and --context longer than half of it")
+    timeline = Timeline()
+    result = bench_latency(config, args.context, args.output_len, args.seed, args.repeats, timeline)
+    timeline.done()
+    print(f"batch 1, about {args.context} tokens of context, median of {args.repeats} run(s)")
+    print(f"decode      {result['ms_per_token']:.3f} ms per token")
+    print(f"first token {result['first_token_ms']:.1f} ms")
+    limit = result["limit"]
+    if limit is not None:
+        print(f"limit       {limit['ms_per_token']:.3f} ms per token, {limit['ratio']:.1%} ({limit['source']})")
+    write_json(args.json, result)
+    return 0
+
+
+def run_prefix(args: argparse.Namespace) -> int:
+    from cluster.bench.prefix import bench_prefix
+
+    config = engine_config(args)
+    check_json_path(args.json)
+    timeline = Timeline()
+    result = bench_prefix(config, args.num_seqs, args.prefix_len, args.own_len, args.seed, timeline)
+    timeline.done()
+    print(f"{args.num_seqs} requests of {args.prefix_len} shared and {args.own_len} own tokens, all at once")
+    print_table(result["bursts"])
+    write_json(args.json, result)
+    return 0
 
 
 def run_transformers(args: argparse.Namespace) -> int:
