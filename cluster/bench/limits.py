@@ -49,7 +49,11 @@ class ModelCost:
     @classmethod
     def from_checkpoint(cls, path: Path) -> ModelCost:
         """From config.json of a dense Llama-like model (Llama, Mistral, Qwen2, Qwen3)."""
-        config = json.loads((path / "config.json").read_text())
+        return cls.from_config(json.loads((path / "config.json").read_text()))
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> ModelCost:
+        """The same from a parsed config.json."""
         hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
         head_dim = config.get("head_dim") or hidden // heads
         query, kv = heads * head_dim, config.get("num_key_value_heads", heads) * head_dim
