@@ -9,6 +9,8 @@ one is in the middle of.
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from scheduler.cache_manager import CacheManager
@@ -157,6 +159,7 @@ class PrefillPlanner:
             req.handle = match.handle
         if req.cached_prompt < 0:
             req.cached_prompt = min(matched, req.prompt_len)
+            req.request.admitted_at = time.monotonic()
         rows.cached_prompt[req.table_idx] = req.cached_prompt
         self.running.append(req)
         chunk = self._cut(req, matched, known, budget, available, first=True)

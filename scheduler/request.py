@@ -31,6 +31,7 @@ class Request:
         priority: larger goes first under the priority policy.
         user: key of the fair-share policy.
         prompt_len: tokens of the prompt proper, from which `max_tokens` and `min_tokens` count; default all.
+        admitted_at: `time.monotonic()` of the first admission, set by the scheduler.
     """
 
     request_id: int
@@ -39,6 +40,7 @@ class Request:
     priority: int = 0
     user: str | None = None
     prompt_len: int | None = None
+    admitted_at: float | None = None
 
     def __post_init__(self) -> None:
         ids = np.asarray(self.prompt_ids)
