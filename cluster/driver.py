@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from cluster.errors import EngineClosedError, EngineDeadError, EngineError
+from cluster.histogram import STEP_BOUNDS, Histogram
 from cluster.messages import Pong
 from cluster.worker_group import WorkerGroup
 from scheduler.outputs import StepOutputs
@@ -53,6 +54,7 @@ class Driver:
         self._steps = 0
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="driver", daemon=True)
+        self.step_seconds = Histogram(STEP_BOUNDS)  # from when a step could begin to its answer
         self.failure: EngineError | None = None
         self.last_progress = time.monotonic()  # when a step or a probe was last answered
 
@@ -112,8 +114,10 @@ class Driver:
         for item in arrived:
             if isinstance(item, StepResult):
                 outputs.append(self._scheduler.process(item))
-                self._in_flight.popleft()
-                self.last_progress = time.monotonic()
+                now = time.monotonic()
+                _, sent = self._in_flight.popleft()
+                self.step_seconds.observe(now - max(sent, self.last_progress))
+                self.last_progress = now
                 self._steps += 1
                 if self._integrity_interval and self._steps % self._integrity_interval == 0:
                     self._scheduler.check_integrity()

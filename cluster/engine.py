@@ -28,6 +28,7 @@ from cluster.handshake import GroupInfo
 from cluster.model_files import resolve_model, served_name
 from cluster.progress import Progress, no_progress
 from cluster.rank_startup import Whereabouts
+from cluster.request_timings import RequestTimings
 from cluster.timeline import Timeline
 from cluster.tokenizer import Tokenizer
 from cluster.worker_group import GroupConfig, WorkerGroup
@@ -93,6 +94,7 @@ class Engine:
         self._on_failure = on_failure
         self._lock = threading.Lock()
         self._unfinished: set[int] = set()
+        self._timings = RequestTimings()
         self._closed = False
         self._runtime: ray_runtime.RayRuntime | None = None
         self._scheduler: Scheduler | None = None
@@ -181,6 +183,7 @@ class Engine:
             if len(self._unfinished) >= room:
                 raise OverloadedError(f"{room} requests are running or waiting, which is the limit")
             self._unfinished.add(request.request_id)
+            self._timings.submitted(request)
         self._driver.post(partial(self._scheduler.add, request))
 
     def abort(self, request_id: int) -> None:
@@ -198,6 +201,10 @@ class Engine:
             return answer.result(_STATS_TIMEOUT)
         except TimeoutError:
             return {}
+
+    def metrics(self) -> dict[str, Any]:
+        """Totals and histograms of requests and steps since the start, as plain values; see `RequestTimings`."""
+        return self._timings.snapshot() | {"step_seconds": self._driver.step_seconds.snapshot()}
 
     @property
     def last_progress(self) -> float:
@@ -217,6 +224,7 @@ class Engine:
     # -- in the driver's thread ------------------------------------------------------------------------------------
 
     def _handle_outputs(self, outputs: StepOutputs) -> None:
+        self._timings.step(outputs)
         if outputs.finish.any():
             with self._lock:
                 self._unfinished.difference_update(outputs.request_ids[outputs.finish != FinishReason.NONE].tolist())
@@ -277,6 +285,7 @@ class Engine:
                 max_step_tokens=config.max_step_tokens,
                 cache_type=config.cache_type,
                 overlap_depth=config.overlap_depth,
+                policy=config.policy,
                 eos_token_ids=eos_token_ids,
                 pad_sizes=group.graph_sizes,
             )

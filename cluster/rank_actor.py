@@ -15,6 +15,7 @@ from cluster.errors import TransportError
 from cluster.rank_startup import PendingStep, RankSpec, Runner, RunnerFactory, Startup, Whereabouts
 from cluster.transport import RankPort
 from scheduler.step import StepPlan, StepResult
+from worker.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +42,7 @@ class RankActor:
             runner, barrier = startup.run(make_runner)
             StepLoop(port, runner, barrier, threaded=spec.worker.device == "cuda", sends=rank == 0).run()
         except Exception as error:
-            logger.debug("rank failed", exc_info=True)
-            port.send(messages.Failed(startup.phase, _kind(error), _describe(error)))
+            port.send(_failed(startup.phase, error))
         finally:
             port.close(_LINGER)
 
@@ -91,28 +91,20 @@ class StepLoop:
             while True:
                 self._send(self._pending.get().result())
         except Exception as error:
-            failed = messages.Failed("serving", _kind(error), _describe(error))
-            self._results.send_multipart((messages.CONTROL, messages.encode(failed)))
+            self._results.send_multipart((messages.CONTROL, messages.encode(_failed("serving", error))))
 
     def _send(self, result: StepResult) -> None:
         self._results.send_multipart((messages.RESULT, result.encode()))
 
 
-def _kind(error: Exception) -> str:
-    """Which class of the driver's error tree fits: "model", "config" or "error"."""
-    try:
-        from worker.errors import ModelError
-    except ImportError:
-        return "error"
-    if isinstance(error, ModelError):
-        return "model"
-    return "config" if isinstance(error, ValueError) and not isinstance(error, TransportError) else "error"
-
-
-def _describe(error: Exception) -> str:
-    if isinstance(error, (ValueError, TransportError)):
-        return str(error)
+def _failed(phase: str, error: Exception) -> messages.Failed:
+    """The message for `error`. What no user caused goes into the rank's log with its stack trace as well."""
+    if isinstance(error, ValueError) and phase != "serving":
+        return messages.Failed(phase, "model" if isinstance(error, ModelError) else "config", str(error))
+    if isinstance(error, TransportError):
+        return messages.Failed(phase, "error", str(error))
+    logger.error("failed in phase %s", phase, exc_info=error)
     hint = ""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        hint = " (out of memory: lower num_pages, max_running_requests, max_step_tokens, or raise tp_size)"
-    return f"{type(error).__name__}: {error}{hint}"
+        hint = " (lower num_pages, max_running_requests or max_step_tokens, or raise tp_size)"
+    return messages.Failed(phase, "error", f"{type(error).__name__}: {error}{hint}")

@@ -21,6 +21,7 @@ from cluster.handshake import GroupInfo, Handshake
 from cluster.placement import Placement, place_ranks
 from cluster.rank_actor import RankActor
 from cluster.rank_startup import RankSpec, RunnerFactory, Whereabouts, make_model_runner
+from cluster.ray_errors import explain
 from cluster.timeline import Timeline
 from cluster.transport import DriverTransport, Frame
 from scheduler.step import StepPlan, StepResult
@@ -184,7 +185,7 @@ class WorkerGroup:
             try:
                 places.append(ray.get(actor.whereabouts.remote(), timeout=max(0.0, deadline - time.monotonic())))
             except ray.exceptions.RayError as error:
-                raise StartupError(f"rank {rank} failed at the start of its process: {_first_line(error)}") from error
+                raise StartupError(f"rank {rank} failed at the start of its process: {explain(error)}") from error
         self._ranks = tuple(places)
 
     def _run_ranks(self, deadline: float) -> None:
@@ -258,7 +259,7 @@ class WorkerGroup:
 
     def _cause_of_end(self, rank: int) -> str:
         error = self._runs[rank].exception()
-        return _first_line(error) if error is not None else "it left its loop without being asked"
+        return explain(error) if error is not None else "it left its loop without being asked"
 
     def _decode(self, frame: Frame) -> messages.Message:
         if frame.kind != messages.CONTROL:
@@ -276,7 +277,9 @@ class WorkerGroup:
             for rank in range(self.size):
                 self._transport.send(rank, kind, body)
         except TransportError as error:
-            raise self._diagnose() if self._wait_for_end() else EngineDeadError(str(error)) from error
+            if self._wait_for_end():
+                raise self._diagnose() from error
+            raise EngineDeadError(f"{error}; its node or the network is down") from error
 
     # -- stopping ------------------------------------------------------------------------------------------------
 
@@ -312,13 +315,3 @@ class WorkerGroup:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(alive, timeout=_KILL_TIMEOUT)
-
-
-def _first_line(error: BaseException) -> str:
-    """Ray's errors are long: the cause of a task's exception, or the first sentence."""
-    if isinstance(error, ray.exceptions.RayTaskError) and error.cause is not None:
-        return f"{type(error.cause).__name__}: {error.cause}"
-    if isinstance(error, ray.exceptions.GetTimeoutError):
-        return "no answer before start_timeout"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -181,7 +181,8 @@ if __name__ == "__main__":
     try:
         llm.generate("Once", SamplingParams(max_tokens=2000, ignore_eos=True), progress=False)
     except KeyboardInterrupt:
-        print(llm.generate("Once", SamplingParams(temperature=0.0, max_tokens=4), progress=False)[0].token_ids, flush=True)
+        output = llm.generate("Once", SamplingParams(temperature=0.0, max_tokens=4), progress=False)[0]
+        print(output.token_ids, flush=True)
 """
 
 

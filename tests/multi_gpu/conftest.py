@@ -1,4 +1,4 @@
-"""Where the ranks run: on the CPU, two or more on one card, or one on each card. What is missing is said in the skip."""
+"""Where the ranks run: on the CPU, several on one card, or one on each card. The skip says what is missing."""
 
 from __future__ import annotations
 
