@@ -35,9 +35,9 @@ def run_scheduler_bench(
 
     Returns:
         {"decode": [{"running", "page_size", "steps", "mean_us", "median_us", "p99_us", "max_us", "all_cross_us"}],
-        "planning": [{"op", "requests", "tokens", "budget", "steps", "plan_us", "process_us"}]}. Row lengths are
-        staggered over the page, so 1 / page_size of the rows start a page in each step; `all_cross_us` is the median step in
-        which every row does. `plan_us` covers arrival and all steps' `schedule()`.
+        "planning": [{"op", "requests", "tokens", "budget", "steps", "plan_us", "process_us"}]}.
+        Row lengths are staggered over the page, so 1 / page_size of the rows start a page in each step;
+        `all_cross_us` is the median step in which every row does. `plan_us` covers arrival and all `schedule()` calls.
     """
     steps = max(4, measured_pages) * page_size
     decode = []
