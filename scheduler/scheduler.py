@@ -41,6 +41,7 @@ class SchedulerStats:
     free_pages: int
     total_pages: int
     cached_pages: int
+    evictable_pages: int  # of the cached: in use by nobody
     prefilled_tokens: int  # input tokens computed in prefill
     cached_tokens: int  # input tokens served from the prefix cache instead
     preemptions: int
@@ -249,6 +250,7 @@ class Scheduler:
             free_pages=self.cache.free_pages,
             total_pages=self.config.num_pages,
             cached_pages=self.cache.prefix_cache.size_info.total_size // self.config.page_size,
+            evictable_pages=self.cache.prefix_cache.size_info.evictable_size // self.config.page_size,
             prefilled_tokens=self.prefill.prefilled_tokens,
             cached_tokens=self.prefill.cached_tokens,
             preemptions=self._table.preemptions,
