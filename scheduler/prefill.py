@@ -55,6 +55,7 @@ class PrefillPlanner:
         self.cached_tokens = 0
         self._growth = GROWTH_FIRST
         self._claimed = 0  # pages that running rows will want, for this step's admissions
+        self._up_to_date: tuple[Req, int] | None = None  # row that has all the tree has, as of so many insertions
         self._blocked: tuple[Req, int, int] | None = None  # head that found no room; available pages, insertions then
 
     def plan(self, budget: int, decode_rows: np.ndarray) -> list[Chunk]:
@@ -119,10 +120,11 @@ class PrefillPlanner:
 
     def _go_on(self, req: Req, budget: int, whole_only: bool) -> Chunk | None:
         """The next chunk of a row in prefill; None if it has to wait."""
-        match = self._cache.match_req(req)
-        if match.handle.cached_len > req.cached_len:  # another row was faster
-            self._cache.lock(match.handle)
-            self.cached_tokens += self._cache.adopt(req, match)
+        if self._up_to_date != (req, self._cache.insertions):
+            match = self._cache.match_req(req)
+            if match.handle.cached_len > req.cached_len:  # another row was faster
+                self._cache.lock(match.handle)
+                self.cached_tokens += self._cache.adopt(req, match)
         start, known = req.cached_len, req.known_len
         if whole_only and known - start > budget:
             return None
@@ -229,3 +231,5 @@ class PrefillPlanner:
             self.running.remove(req)
             rows.device_len[row] = chunk.end + 1
             rows.next_slot[row] = chunk.slots[-1] + 1
+        else:
+            self._up_to_date = (req, self._cache.insertions)
