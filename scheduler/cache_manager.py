@@ -62,11 +62,11 @@ class CacheManager:
         return sum(len(pages) for _, pages in self._quarantine)
 
     def match_req(self, req: Req) -> MatchResult:
-        """Longest cached prefix of the request's known tokens but the last, which must be computed (R1).
+        """Longest cached prefix of the request's known tokens that it may share (R1; none of a prompt to score).
 
         Goes on from the request's handle, if it holds one. Nothing is locked yet.
         """
-        return self.prefix_cache.match_prefix(req.input_ids[:-1], req.handle)
+        return self.prefix_cache.match_prefix(req.sharable_ids, req.handle)
 
     def lock(self, handle: CacheHandle) -> None:
         """Protect a prefix; the empty one needs no protection."""

@@ -7,6 +7,8 @@ from enum import IntEnum
 
 import numpy as np
 
+from scheduler.step import LogprobBlock, SampledLogprobs
+
 
 class FinishReason(IntEnum):
     """Why a request ended; NONE: it goes on."""
@@ -35,6 +37,10 @@ class StepOutputs:
     cached_tokens: np.ndarray  # int32, prompt tokens found in the prefix cache at first admission
     step_id: int = 0  # 0: needed no step
     errors: dict[int, str] = field(default_factory=dict)  # request id -> message, for ERROR
+    logprobs: SampledLogprobs | None = None  # of the entries that it indexes, whose requests asked for them
+    # By request id, once, with the first entry after the last prompt token was scored: of the prompt's tokens but the
+    # first (a prompt of one token has none).
+    prompt_logprobs: dict[int, LogprobBlock] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -53,7 +59,7 @@ class StepOutputs:
         )  # fmt: skip
 
     def extended(self, other: StepOutputs) -> StepOutputs:
-        """Both, `self` first, under this step id."""
+        """Both, `self` first, under this step id. `other` has no log probabilities: it came with no result."""
         if not len(other):
             return self
         return StepOutputs(
@@ -63,4 +69,6 @@ class StepOutputs:
             np.concatenate([self.cached_tokens, other.cached_tokens]),
             self.step_id,
             self.errors | other.errors,
+            self.logprobs,
+            self.prompt_logprobs,
         )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from scheduler.config import SchedulerConfig
 from scheduler.decode import DecodeBatch, DecodeEntries
+from scheduler.extras import ExtraSections
 from scheduler.prefill import Chunk
 from scheduler.row_state import RowState
 from scheduler.step import S, StepPlan, StepPlanWriter
@@ -48,6 +51,12 @@ class PlanBuilder:
                 "token_runs": len(chunks), "run_tokens": runs, "sampling": len(admitted),
                 "suppress_runs": len(suppressed), "suppress_ids": sum([len(req.stop_ids) for req in suppressed]),
             }  # fmt: skip
+            if any([chunk.req.has_extras for chunk in chunks]):
+                first_inputs = itertools.accumulate([span[3] for span in spans], initial=decodes)
+                used = [pair for pair in zip(chunks, first_inputs, strict=False) if pair[0].req.has_extras]
+                extras = ExtraSections(used, self._rows)
+                if extras.counts.words:
+                    counts["extras"] = extras.counts
         plan = self._writer.begin(
             step_id=step_id, num_rows=num_rows, num_decode=decodes, num_samples=samples, num_tokens=tokens,
             padded_rows=padded_rows, padded_tokens=tokens + padded_rows - num_rows,
@@ -69,6 +78,8 @@ class PlanBuilder:
                 plan.sample[decodes:samples] = sampled
             self._write_chunks(plan, chunks, spans, decodes, crossing)
             self._write_admissions(plan, admitted, suppressed)
+            if plan.extras is not None:
+                extras.write(plan.extras)
         if padded_rows > num_rows:
             plan.rows[num_rows:] = self._dummy_row
             plan.cached_len[num_rows:] = 0

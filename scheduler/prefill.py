@@ -120,7 +120,7 @@ class PrefillPlanner:
 
     def _go_on(self, req: Req, budget: int, whole_only: bool) -> Chunk | None:
         """The next chunk of a row in prefill; None if it has to wait."""
-        if self._up_to_date != (req, self._cache.insertions):
+        if not req.private and self._up_to_date != (req, self._cache.insertions):
             match = self._cache.match_req(req)
             if match.handle.cached_len > req.cached_len:  # another row was faster
                 self._cache.lock(match.handle)
@@ -197,6 +197,7 @@ class PrefillPlanner:
         rows.accepts[row] = True
         req.table_idx = row
         req.ids = None
+        req.private = req.has_extras and req.to_score
         req.sent_pages = 0
         req.state = ReqState.PREFILL
 
@@ -224,7 +225,8 @@ class PrefillPlanner:
             rows.page_table[row, held : chunk.page_to] = self._cache.allocate_paged(chunk.page_to - held)
         chunk.slots = rows.slots(row, chunk.start, chunk.end)
         rows.cached_len[row] = chunk.end
-        self._cache.cache_req(req)
+        if not req.private:
+            self._cache.cache_req(req)
         req.sent_pages = chunk.page_to
         self.prefilled_tokens += chunk.end - chunk.start
         if chunk.final:

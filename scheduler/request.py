@@ -12,7 +12,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.outputs import FinishReason
 from scheduler.row_state import RowState
 from scheduler.sampling_params import SamplingParams
-from scheduler.step import sampling_entry
+from scheduler.step import LogprobBlock, sampling_entry
 
 
 class InvalidRequest(ValueError):
@@ -68,8 +68,9 @@ class Req:
     """A request inside the scheduler: cold fields here, hot ones in its row's arrays, of which this is a view."""
 
     __slots__ = (
-        "cached_prompt", "end_len", "handle", "ids", "passed_over", "prompt_len", "request",
-        "rows", "sampling_words", "sent_pages", "seq", "state", "stop_from", "stop_ids", "suppress_until", "table_idx",
+        "cached_prompt", "end_len", "handle", "has_extras", "ids", "passed_over", "private", "prompt_len",
+        "prompt_scores", "request", "rows", "sampling_words", "scored", "sent_pages", "seq", "state", "stop_from", "stop_ids", "suppress_until",
+        "table_idx",
     )  # fmt: skip
 
     def __init__(self, request: Request, seq: int, rows: RowState, eos_token_ids: tuple[int, ...]) -> None:
@@ -90,6 +91,16 @@ class Req:
         self.handle: CacheHandle | None = None  # locked while it has a row
         self.sent_pages = 0  # pages of the row that the workers' page table knows
         self.passed_over = 0  # younger requests that were admitted before it
+        # Penalties, bias or log probabilities: the plans of its chunks carry optional sections.
+        self.has_extras = (
+            sampling.has_penalties
+            or bool(sampling.logit_bias)
+            or sampling.logprobs is not None
+            or sampling.prompt_logprobs is not None
+        )
+        self.scored = 0  # prompt tokens, counted from the second, whose log probabilities have arrived
+        self.prompt_scores: list[LogprobBlock] = []
+        self.private = False  # its row neither takes nor gives cached prefixes while it is in prefill
         self.sampling_words = sampling_entry(
             row=0, temperature=sampling.temperature, top_p=sampling.top_p, min_p=sampling.min_p,
             top_k=max(sampling.top_k, 0), seed=sampling.seed, prompt_len=request.prompt_len,
@@ -122,6 +133,18 @@ class Req:
     def input_ids(self) -> np.ndarray:
         """int32[known_len]."""
         return self.ids if self.table_idx < 0 else self.rows.tokens[self.table_idx, : self.known_len]
+
+    @property
+    def to_score(self) -> bool:
+        """Whether prompt tokens are still without the log probabilities that were asked for."""
+        return self.request.sampling.prompt_logprobs is not None and self.scored < self.prompt_len - 1
+
+    @property
+    def sharable_ids(self) -> np.ndarray:
+        """The known tokens that may be served from the prefix cache: all but the last, which must be computed (R1),
+        and of a prompt that is to be scored only those whose successors are scored."""
+        ids = self.input_ids[:-1]
+        return ids[: self.scored] if self.has_extras and self.to_score else ids
 
     def finish_before_start(self) -> FinishReason:
         """Whether a resumed request was in truth over: its last token was the last, or a stop token."""

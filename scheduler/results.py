@@ -7,11 +7,12 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler.decode import DecodeBatch
+from scheduler.extras import of_wanted
 from scheduler.outputs import FinishReason, StepOutputs
 from scheduler.request import ReqState
 from scheduler.request_table import RequestTable
 from scheduler.row_state import RowState
-from scheduler.step import StepPlan
+from scheduler.step import StepPlan, StepResult
 
 
 class InFlight(NamedTuple):
@@ -35,13 +36,13 @@ class InFlight(NamedTuple):
 
 
 def apply_result(
-    step: InFlight, tokens: np.ndarray, state: RowState, table: RequestTable, decode: DecodeBatch
+    step: InFlight, result: StepResult, state: RowState, table: RequestTable, decode: DecodeBatch
 ) -> StepOutputs:
-    """Record the tokens (int32, one per `step.rows`) of rows that still want them, and end requests that are over."""
+    """Record the tokens (one per `step.rows`) of rows that still want them, and end requests that are over."""
     if not len(step.rows):
         outputs = StepOutputs.of_finished([], step_id=step.step_id)
         return outputs.extended(_finish_unsampled(step.unsampled, table)) if step.unsampled else outputs
-    rows, positions = step.rows.astype(np.int64), step.positions
+    rows, positions, tokens = step.rows.astype(np.int64), step.positions, result.tokens
     wanted = state.accepts[rows]
     if not wanted.all():  # R6, R7: tokens of requests that are over are dropped
         rows, positions, tokens = rows[wanted], positions[wanted], tokens[wanted]
@@ -57,6 +58,8 @@ def apply_result(
     if over.any():
         at = np.flatnonzero(over)
         finish[at] = _finish(rows[at].tolist(), positions[at].tolist(), stopped[at].tolist(), state, table, decode)
+    if result.logprobs is not None:
+        outputs.logprobs = of_wanted(result.logprobs, wanted)
     if step.unsampled:
         outputs = outputs.extended(_finish_unsampled(step.unsampled, table))
     return outputs

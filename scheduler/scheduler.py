@@ -21,6 +21,7 @@ import numpy as np
 from scheduler.cache_manager import CacheManager
 from scheduler.config import SchedulerConfig
 from scheduler.decode import NO_DECODES, DecodeBatch, DecodeEntries
+from scheduler.extras import PromptScoreKeeper
 from scheduler.outputs import FinishReason, StepOutputs
 from scheduler.plan_builder import PlanBuilder
 from scheduler.policies import create_policy
@@ -63,6 +64,7 @@ class Scheduler:
         self.prefill = PrefillPlanner(self.rows, self.cache, self.policy)
         self._builder = PlanBuilder(config, self.rows)
         self._table = RequestTable(self.rows, self.cache, self.policy, self.decode, self.prefill)
+        self._prompt_scores = PromptScoreKeeper()
         self._in_flight: deque[InFlight] = deque()
         self._arrivals = 0
         self._planned = 0  # id of the newest plan
@@ -215,7 +217,10 @@ class Scheduler:
             )
         self._in_flight.popleft()
         self._returned = step.step_id
-        outputs = apply_result(step, result.tokens, self.rows, self._table, self.decode)
+        if result.scores is not None:
+            self._prompt_scores.record(result.scores, self._table.by_row, self.rows)
+        outputs = apply_result(step, result, self.rows, self._table, self.decode)
+        self._prompt_scores.deliver(outputs)
         self._table.give_back_rows(self._returned)
         return outputs
 

@@ -18,8 +18,8 @@ A plan is a fixed header followed by sections in a fixed order::
     extras                         only under the flag EXTRAS: penalties, bias, log probabilities (`step_extras`)
 
 Batch entries are ordered decodes first (`num_decode` of them). A worker applies page deltas, token runs, sampling
-and suppress sections and extras before its forward pass, in this order. Everything after the header's checksum word is covered
-by a CRC-32, so a damaged or truncated buffer is refused (`StepFormatError`), never read as garbage.
+and suppress sections and extras before its forward pass, in this order. Everything after the header's checksum word is
+covered by a CRC-32, so a damaged or truncated buffer is refused (`StepFormatError`), never read as garbage.
 """
 
 from __future__ import annotations
