@@ -108,18 +108,12 @@ class Harness:
 
     def plan(self) -> StepPlan | None:
         """Plan one step, if the scheduler wants to."""
-        ready = self.free_pages() | self.cached_pages()
-        table = self.scheduler.rows.page_table // self.config.page_size
-        lengths = -(-self.scheduler.rows.cached_len // self.config.page_size)
+        owners = self._page_owners()
         plan = self.scheduler.schedule()
         if plan is not None:
             copy = StepPlan.decode(plan.buffer.copy())
-            # R14: a page named for the first time was free or cached before, or one of the plan's own rows had it
-            # and has just inserted it. With nothing in flight the scheduler may give back what it gave up.
-            for row in set(copy.rows[: copy.num_rows].tolist()) - set(copy.sampling[:, S.ROW].tolist()):
-                ready.update(table[row, : lengths[row]].tolist())
-            freed = set((copy.page_deltas[:, 2] // self.config.page_size).tolist()) - ready
-            assert not freed or not self.in_flight, f"pages {sorted(freed)} were freed in the plan that hands them out"
+            if self.in_flight:  # otherwise the scheduler may start afresh with what it has just given up
+                self._check_handed_out(copy, owners)
             self.plans.append(copy.buffer)
             self.prefilled_tokens += len(copy.run_tokens)
             self.in_flight.append((plan if self.late else copy, None, set()))
@@ -190,6 +184,26 @@ class Harness:
     def cached_pages(self) -> set[int]:
         """Page numbers in the prefix cache."""
         return {int(slot) // self.config.page_size for slot in self.scheduler.cache.prefix_cache.page_starts()}
+
+    def _page_owners(self) -> dict[int, int]:
+        """Private page -> row, for the rows that run; rows on their way out may give theirs back at any time."""
+        scheduler, size = self.scheduler, self.config.page_size
+        shared = self.cached_pages()
+        owners = {}
+        for req in scheduler._table.running():
+            pages = scheduler.rows.slots(req.table_idx, 0, req.cached_len)[::size] // size
+            owners |= dict.fromkeys(set(pages.tolist()) - shared, req.table_idx)
+        return owners
+
+    def _check_handed_out(self, plan: StepPlan, owners: dict[int, int]) -> None:
+        """R14: a page that a running row had when planning began went to others only if that row is in the plan too
+        (and has just put the page into the tree)."""
+        staying = set(plan.rows[: plan.num_rows].tolist()) - set(plan.sampling[:, S.ROW].tolist())
+        for row, position, slot in plan.page_deltas.tolist():
+            owner = owners.get(slot // self.config.page_size, row)
+            assert owner in staying | {row}, (
+                f"slot {slot} for row {row} position {position} was freed in this very plan"
+            )
 
     def _pages_read(self, plan: StepPlan) -> set[int]:
         """Pages that the page table names for the plan's rows: they may not be given away while it is in flight."""
