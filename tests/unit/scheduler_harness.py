@@ -200,10 +200,9 @@ class Harness:
         (and has just put the page into the tree)."""
         staying = set(plan.rows[: plan.num_rows].tolist()) - set(plan.sampling[:, S.ROW].tolist())
         for row, position, slot in plan.page_deltas.tolist():
-            owner = owners.get(slot // self.config.page_size, row)
-            assert owner in staying | {row}, (
-                f"slot {slot} for row {row} position {position} was freed in this very plan"
-            )
+            owner = owners.get(slot // self.config.page_size)
+            where = f"slot {slot}, named for row {row} position {position}, was row {owner}'s when planning began"
+            assert owner is None or owner in staying, where
 
     def _pages_read(self, plan: StepPlan) -> set[int]:
         """Pages that the page table names for the plan's rows: they may not be given away while it is in flight."""

@@ -26,7 +26,7 @@ CI = settings(
     phases=[Phase.generate, Phase.shrink],
     suppress_health_check=list(HealthCheck),
 )
-FULL = settings(CI, max_examples=10_000, stateful_step_count=60, derandomize=False, print_blob=True)
+FULL = settings(CI, max_examples=10_000, derandomize=False, print_blob=True)
 
 
 @st.composite
