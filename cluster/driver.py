@@ -51,7 +51,7 @@ class Driver:
         self._in_flight: deque[tuple[int, float]] = deque()  # (step id, when it was sent), oldest first
         self._probe: Probe | None = None
         self._probes = 0
-        self._steps = 0
+        self.steps = 0  # answered so far
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="driver", daemon=True)
         self.step_seconds = Histogram(STEP_BOUNDS)  # from when a step could begin to its answer
@@ -70,9 +70,6 @@ class Driver:
         """Stop serving and end the ranks; unfinished requests get EngineClosedError. Thread-safe, returns when done."""
         self.post(self._close)
         self._thread.join()
-
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
 
     def _close(self) -> None:
         self._closing = True
@@ -118,8 +115,8 @@ class Driver:
                 _, sent = self._in_flight.popleft()
                 self.step_seconds.observe(now - max(sent, self.last_progress))
                 self.last_progress = now
-                self._steps += 1
-                if self._integrity_interval and self._steps % self._integrity_interval == 0:
+                self.steps += 1
+                if self._integrity_interval and self.steps % self._integrity_interval == 0:
                     self._scheduler.check_integrity()
             elif self._probe is not None and self._probe.answered(*item):
                 self._probe = None
@@ -153,7 +150,7 @@ class Driver:
         self.failure = error
         try:
             if report:
-                logger.error("%s", error)
+                logger.log(logging.INFO if isinstance(error, EngineClosedError) else logging.ERROR, "%s", error)
                 self._on_failure(error)
         except Exception:
             logger.exception("on_failure raised")

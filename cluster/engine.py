@@ -98,6 +98,7 @@ class Engine:
         self._closed = False
         self._runtime: ray_runtime.RayRuntime | None = None
         self._scheduler: Scheduler | None = None
+        self._group: WorkerGroup | None = None
         self._driver: Driver | None = None
 
     def start(self, progress: Progress = no_progress, min_cpus: int = 0) -> EngineInfo:
@@ -131,6 +132,8 @@ class Engine:
                 self._on_failure,
             )
         except BaseException:
+            if self._group is not None:
+                self._group.stop(grace=0.0)
             self._release_ray()
             raise
         timeline.finish()
@@ -193,7 +196,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters of the scheduler and the transport, as of the driver loop's current turn. Empty once it ended."""
-        if self._driver is None or not self._driver.is_alive():
+        if self._driver is None or self._driver.failure is not None:
             return {}
         answer: Future[dict[str, Any]] = Future()
         self._driver.post(lambda: answer.set_result(self._read_stats()))
@@ -291,7 +294,6 @@ class Engine:
             )
             return Scheduler(settings)
         except ValueError as error:
-            self._group.stop()
             raise ConfigError(str(error)) from error
 
     @staticmethod

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections import deque
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError  # the builtin only since Python 3.11
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -155,7 +156,7 @@ class WorkerGroup:
         for rank, run in enumerate(self._runs):
             try:
                 run.exception(max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
+            except FutureTimeoutError:
                 logger.error("rank %d on %s did not end", rank, self._ranks[rank].node_ip)
         if self._transport is not None:
             self._strangers += self._transport.strangers

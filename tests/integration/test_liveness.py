@@ -7,6 +7,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -118,6 +119,31 @@ class TestGroup:
         assert not {rank.pid for rank in ranks} & {rank.pid for rank in group.info.ranks}
         assert os.getpid() == pid
 
+    def test_streams_go_on_over_a_new_group_in_the_place_recovery_will_take(self) -> None:
+        undisturbed = Service(make_group())
+        undisturbed.submit(1, list(range(1, 60)), 300)
+        undisturbed.submit(2, list(range(30, 50)), 300)
+        expected = undisturbed.collect(2)
+        undisturbed.driver.close()
+
+        service = Service(make_group())
+        before = service.pids
+
+        def replace_group() -> None:
+            service.group.stop(grace=0.0)
+            service.info = service.group.start(Timeline(no_progress))
+            service.scheduler.recover()
+            service.driver._in_flight.clear()
+
+        service.submit(1, list(range(1, 60)), 300)
+        service.submit(2, list(range(30, 50)), 300)
+        wait_until(lambda: service.driver.steps > 20)
+        service.driver.post(replace_group)
+        assert service.collect(2) == expected
+        assert not set(before) & set(service.pids)
+        assert_gone(before)
+        service.driver.close()
+
     def test_a_missing_tensor_is_said_once_and_as_what_it_is(self) -> None:
         group = make_group(faults=Faults(load_error=1))
         with pytest.raises(ModelLoadError, match=r"no tensor model\.norm\.weight"):
@@ -133,6 +159,19 @@ class TestGroup:
         group.config = replace(group.config, start_timeout=6.0)
         with pytest.raises(StartupError, match=r"not ready within 6 s .*: rank 0 on .* in phase 'load'"):
             group.start(Timeline(no_progress))
+
+    def test_a_rank_that_is_killed_during_start_up(self) -> None:
+        group = make_group(faults=Faults(load_hang=0))
+
+        def kill() -> None:
+            wait_until(lambda: bool(group._runs), timeout=30)
+            os.kill(group._ranks[1].pid, signal.SIGKILL)
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        with pytest.raises(StartupError, match=r"rank 1 on .* failed in phase '.*': its process was killed or crashed"):
+            group.start(Timeline(no_progress))
+        killer.join()
 
     @pytest.mark.parametrize("rank", [0, 1])
     def test_kill_9_of_a_rank_fails_everything_within_seconds(self, rank: int) -> None:
