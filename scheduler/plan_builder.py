@@ -51,7 +51,7 @@ class PlanBuilder:
                 "token_runs": len(chunks), "run_tokens": runs, "sampling": len(admitted),
                 "suppress_runs": len(suppressed), "suppress_ids": sum([len(req.stop_ids) for req in suppressed]),
             }  # fmt: skip
-            if any([chunk.req.has_extras for chunk in chunks]):
+            if any(chunk.req.has_extras for chunk in chunks):
                 first_inputs = itertools.accumulate([span[3] for span in spans], initial=decodes)
                 used = [pair for pair in zip(chunks, first_inputs, strict=False) if pair[0].req.has_extras]
                 extras = ExtraSections(used, self._rows)

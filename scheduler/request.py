@@ -69,8 +69,8 @@ class Req:
 
     __slots__ = (
         "cached_prompt", "end_len", "handle", "has_extras", "ids", "passed_over", "private", "prompt_len",
-        "prompt_scores", "request", "rows", "sampling_words", "scored", "sent_pages", "seq", "state", "stop_from", "stop_ids", "suppress_until",
-        "table_idx",
+        "prompt_scores", "request", "rows", "sampling_words", "scored", "sent_pages", "seq", "state", "stop_from",
+        "stop_ids", "suppress_until", "table_idx",
     )  # fmt: skip
 
     def __init__(self, request: Request, seq: int, rows: RowState, eos_token_ids: tuple[int, ...]) -> None:

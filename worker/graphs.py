@@ -5,8 +5,8 @@ dummy page. The plan's hot part is copied, on the compute stream, into one stati
 lengths and slots from, so plan k + 1 cannot overwrite what graph k reads. All graphs share one memory pool (only one
 runs at a time) and are captured largest first, so the pool is as large as the largest needs.
 
-Greedy and temperature-only sampling run as graphs too. Steps that need filters or min_tokens run those eagerly, on the
-logits that the forward graph left in the static buffer.
+Greedy and temperature-only sampling run as graphs too. Steps that need filters, min_tokens, bias or penalties run those
+eagerly, on the logits that the forward graph left in the static buffer, and log probabilities are computed from those.
 """
 
 from __future__ import annotations
@@ -71,8 +71,11 @@ class DecodeGraphs:
             self._captured[size] = self._capture(size)
         progress("capturing CUDA graphs", 1.0)
 
-    def replay(self, plan: StepPlan, buffer: torch.Tensor, mode: SamplingMode) -> torch.Tensor:
-        """Run a loaded decode-only plan whose `padded_rows` is a captured size: int32[padded_rows] tokens.
+    def replay(
+        self, plan: StepPlan, buffer: torch.Tensor, mode: SamplingMode
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run a loaded decode-only plan whose `padded_rows` is a captured size: int32[padded_rows] tokens, and the
+        words of the log probabilities that `mode` wants.
 
         The tokens are overwritten by the next replay on the compute stream.
         """
@@ -81,11 +84,16 @@ class DecodeGraphs:
         self._buffer[:words].copy_(buffer[:words])
         captured = self._captured[size]
         captured.forward.replay()
+        raw = None
+        if mode.extras is not None:
+            rows, _ = sample_targets(hot_views(self._buffer, size, size), plan.num_samples)
+            raw = self._sampler.take_raw(self._logits[: plan.num_samples], rows, mode)
         if mode.is_plain:
             (captured.noisy if mode.noisy else captured.greedy).replay()
         else:
             self._sample(size, plan.num_samples, mode)
-        return self._tokens[:size]
+        tokens = self._tokens[:size]
+        return tokens, None if raw is None else self._sampler.sampled_logprobs(raw, tokens)
 
     def _capture(self, size: int) -> _Captured:
         # Once outside a capture: kernels are compiled and loaded, and buffers made, on their first run.

@@ -25,8 +25,10 @@ from worker.model_config import ModelConfig, check_tp_size
 from worker.models.registry import ModelContext, create_model
 from worker.page_table import PageTable
 from worker.parallel import TPGroup
-from worker.sampling import Sampler
+from worker.sampling import Sampler, SamplingMode
+from worker.sampling.logprobs import slice_rows
 from worker.step_input import StepInput, hot_views, sample_targets
+from worker.step_output import OutputLayout, score_inputs
 from worker.token_pool import TokenPool
 from worker.warm_up import largest_step, small_steps
 from worker.weights import load_weights
@@ -54,18 +56,18 @@ class ModelInfo:
 class PendingStep:
     """A launched step. Steps finish in launch order."""
 
-    __slots__ = ("_download", "_num_samples", "step_id")
+    __slots__ = ("_download", "_layout", "step_id")
 
-    def __init__(self, step_id: int, num_samples: int, download: Download | None) -> None:
+    def __init__(self, step_id: int, layout: OutputLayout, download: Download | None) -> None:
         self.step_id = step_id
-        self._num_samples = num_samples
+        self._layout = layout
         self._download = download
 
     def result(self) -> StepResult:
-        """The sampled tokens. Blocks until the step has run; every rank has the same ones."""
+        """The sampled tokens, and log probabilities. Blocks until the step has run; every rank has the same ones."""
         if self._download is None:
             return StepResult(self.step_id, np.empty(0, dtype=np.int32))
-        return StepResult(self.step_id, self._download.wait()[: self._num_samples])
+        return self._layout.result(self.step_id, self._download.wait())
 
 
 class ModelRunner:
@@ -218,27 +220,42 @@ class ModelRunner:
         """
         with torch.inference_mode(), self._device.compute():
             buffer = self._input.load(plan)
-            tokens = self._step(plan, buffer) if plan.num_rows else None
+            sampled = plan.sample[: plan.num_samples]
+            mode = self._sampler.state.mode(plan.rows[sampled], plan.device_len[sampled])
+            layout = OutputLayout.of(plan, mode)
+            words = self._step(plan, buffer, mode, layout) if plan.num_rows else None
             self._device.release_upload()
-            download = None if tokens is None else self._device.download(tokens)
-        return PendingStep(plan.step_id, plan.num_samples, download)
+            download = None if words is None else self._device.download(words)
+        return PendingStep(plan.step_id, layout, download)
 
-    def _step(self, plan: StepPlan, buffer: torch.Tensor) -> torch.Tensor | None:
-        """Forward and sample a loaded plan: int32 tokens of its samples (padding may follow), or None."""
-        sampled = plan.sample[: plan.num_samples]
-        mode = self._sampler.state.mode(plan.rows[sampled], plan.device_len[sampled])
+    def _step(
+        self, plan: StepPlan, buffer: torch.Tensor, mode: SamplingMode, layout: OutputLayout
+    ) -> torch.Tensor | None:
+        """Forward and sample a loaded plan: the words of its `layout`, or None."""
         if self._graphs is not None and plan.is_decode_only and plan.padded_rows in self._graphs.sizes:
-            return self._graphs.replay(plan, buffer, mode)
+            return layout.join(*self._graphs.replay(plan, buffer, mode), None)
         batch = self._input.batch(plan, buffer)
         hidden = self._model(batch)
+        scores = None if layout.score_runs is None else self._score(plan, buffer, hidden, layout.score_top)
         if not plan.num_samples:
-            return None
+            return layout.join(None, None, scores)
         logits = self._model.compute_logits(hidden[batch.sample_index])
         hot = hot_views(buffer, plan.padded_rows, plan.padded_tokens)
         rows, positions = sample_targets(hot, plan.num_samples)
+        raw = self._sampler.take_raw(logits, rows, mode)
         tokens = self._sampler.sample(logits, rows, positions, mode)
         self._token_pool.scatter(rows, positions, tokens)
-        return tokens
+        return layout.join(tokens, None if raw is None else self._sampler.sampled_logprobs(raw, tokens), scores)
+
+    def _score(self, plan: StepPlan, buffer: torch.Tensor, hidden: torch.Tensor, top: int) -> torch.Tensor:
+        """Log probabilities of the prompt tokens that the plan wants scored, a slice of logits at a time."""
+        inputs, targets = score_inputs(plan, buffer)
+        rows = slice_rows(self._model.lm_head.local_size)
+        parts = [
+            self._sampler.logprobs(self._model.compute_logits(hidden[some]), wanted, top)
+            for some, wanted in zip(inputs.split(rows), targets.split(rows), strict=True)
+        ]
+        return torch.cat(parts)
 
     def _run_largest_step(self) -> None:
         config = self.config

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from scheduler.step import HEADER_WORDS, SAMPLING_WORDS, StepPlan
+from scheduler.step import HEADER_WORDS, SAMPLING_WORDS, PlanExtras, StepPlan
 from worker.batch import Batch
 from worker.device import Device
 from worker.page_table import PageTable
@@ -63,7 +63,7 @@ class StepInput:
         self._arange32 = self._arange.to(torch.int32)
 
     def load(self, plan: StepPlan) -> torch.Tensor:
-        """Copy the plan to the device and apply its deltas, token runs, sampling and suppress sections, in this order.
+        """Copy the plan to the device and apply its deltas, token runs, and sampling sections, in this order.
 
         Returns the copied buffer, int32[len(plan.buffer)].
         """
@@ -72,12 +72,17 @@ class StepInput:
             hot_words(plan.padded_rows, plan.padded_tokens), plan.page_deltas.size, plan.token_runs.size,
             len(plan.run_tokens), plan.sampling.size, plan.suppress_runs.size, len(plan.suppress_ids),
         ]  # fmt: skip
-        _, deltas, runs, run_tokens, sampling, suppress_runs, suppress_ids = buffer.split(sizes)
+        body, extras = buffer, None
+        if plan.extras is not None:
+            words = plan.extras.counts.words
+            body, optional = buffer.split([len(buffer) - words, words])
+            extras = PlanExtras(optional, plan.extras.counts)
+        _, deltas, runs, run_tokens, sampling, suppress_runs, suppress_ids = body.split(sizes)
         if len(deltas):
             self._page_table.apply(deltas.view(-1, 3))
         if len(run_tokens):
             self._token_pool.write_runs(runs.view(-1, 3), run_tokens)
-        self._sampling.apply(plan, sampling.view(-1, SAMPLING_WORDS), suppress_runs.view(-1, 3), suppress_ids)
+        self._sampling.apply(plan, sampling.view(-1, SAMPLING_WORDS), suppress_runs.view(-1, 3), suppress_ids, extras)
         return buffer
 
     def batch(self, plan: StepPlan, buffer: torch.Tensor) -> Batch:

@@ -7,16 +7,29 @@ token.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from worker.parallel import TPGroup
+from worker.sampling.extras import RowExtras, first_where
 from worker.sampling.filters import OrderKeys, cut_list, search_threshold
+from worker.sampling.logprobs import logprob_words
 from worker.sampling.noise import gumbel, row_keys
 from worker.sampling.shard import best_of, create_shard_sampler
 from worker.sampling.state import SamplingMode, SamplingState
 
 LIST_SIZE = 256
 """Candidates each rank sends for rows with filters. A top_k up to this never needs the threshold search."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawLogits:
+    """Logits of the entries that want log probabilities, and how many alternatives they want."""
+
+    chosen: torch.Tensor  # int64[n], ascending, out of the S sampled entries
+    logits: torch.Tensor  # [n, local_vocab], a copy
+    top: int
 
 
 class Sampler:
@@ -30,7 +43,8 @@ class Sampler:
         self, num_rows: int, vocab_size: int, vocab_start: int, tp: TPGroup, device: torch.device,
         list_size: int = LIST_SIZE,
     ) -> None:  # fmt: skip
-        self.state = SamplingState(num_rows, vocab_size, list_size, device)
+        extras = RowExtras(num_rows, vocab_start, vocab_size // tp.size, device)
+        self.state = SamplingState(num_rows, vocab_size, list_size, device, extras)
         self._tp = tp
         self._list_size = list_size
         self._vocab_size = vocab_size
@@ -50,9 +64,35 @@ class Sampler:
             positions: int64[S], the absolute positions the tokens will have.
             mode: what the rows' parameters need (`SamplingState.mode`).
         """
-        state = self.state
         if not (mode.is_plain and logits.is_cuda):  # the fused kernel reads any dtype
             logits = logits.float()
+        if mode.extras is None:
+            return self._sample(logits, rows, positions, mode)
+        self.state.extras.adjust(logits, rows, mode.extras)
+        tokens = self._sample(logits, rows, positions, mode)
+        self.state.extras.count(rows, tokens, mode.extras)
+        return tokens
+
+    def take_raw(self, logits: torch.Tensor, rows: torch.Tensor, mode: SamplingMode) -> RawLogits | None:
+        """Set aside the logits of the entries that want log probabilities, before `sample` overwrites them; arguments
+        as there. None if no entry does."""
+        if mode.extras is None or not len(mode.extras.logprob_index):
+            return None
+        chosen = first_where(self.state.extras.wants_logprobs[rows], len(mode.extras.logprob_index))
+        return RawLogits(chosen, logits[chosen], mode.extras.top)
+
+    def sampled_logprobs(self, raw: RawLogits, tokens: torch.Tensor) -> torch.Tensor:
+        """`logprobs` of the entries of `raw`, which got int32[S] `tokens`."""
+        return self.logprobs(raw.logits, tokens[raw.chosen], raw.top)
+
+    def logprobs(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> torch.Tensor:
+        """Words of the targets' log probabilities, see `logprob_words`: int32[n, 2 + 2 * top]."""
+        return logprob_words(logits, targets, top, self._vocab_start, self._order, self._tp)
+
+    def _sample(
+        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, mode: SamplingMode
+    ) -> torch.Tensor:
+        state = self.state
         if mode.suppress:
             self._suppress(logits, rows, positions)
         if mode.num_filtered == len(rows):

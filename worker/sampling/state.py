@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from scheduler.step import S, StepPlan
+from scheduler.step import PlanExtras, S, StepPlan
+from worker.sampling.extras import ExtrasMode, RowExtras
 from worker.sampling.noise import seed_keys
 
 INITIAL_SUPPRESS_WIDTH = 8
@@ -27,6 +28,7 @@ class SamplingMode:
     wide            some filtered row may keep more tokens than the exchanged candidate list holds
     wide_k          some row's top_k exceeds that list
     suppress        some row is still below its min_tokens
+    extras          penalties, bias, log probabilities; None if no row uses any
     """
 
     noisy: bool
@@ -34,11 +36,12 @@ class SamplingMode:
     wide: bool
     wide_k: bool
     suppress: bool
+    extras: ExtrasMode | None = None
 
     @property
     def is_plain(self) -> bool:
         """Greedy and temperature only: the paths that a captured graph runs."""
-        return not (self.num_filtered or self.suppress)
+        return not (self.num_filtered or self.suppress or (self.extras is not None and self.extras.changes_logits))
 
 
 class SamplingState:
@@ -47,11 +50,12 @@ class SamplingState:
     Device tensors, each [num_rows + 1]: `scale` float32 (1 / temperature, or 1 for greedy rows), `noise` float32 (1, or
     0 for greedy rows), `top_p`, `min_p` float32, `top_k` int64 (vocab_size where off), `filtered` bool, `seed_key`
     int64, `suppress_until` int32 (positions below it may not sample the row's `suppress_ids`, int32[.., width], -1 in
-    unused places).
+    unused places). `extras` holds what few requests use.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, list_size: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, vocab_size: int, list_size: int, device: torch.device, extras: RowExtras) -> None:
         n = num_rows + 1
+        self.extras = extras
         self.vocab_size, self.list_size = vocab_size, list_size
         self.scale = torch.ones(n, dtype=torch.float32, device=device)
         self.noise = torch.zeros(n, dtype=torch.float32, device=device)
@@ -69,15 +73,19 @@ class SamplingState:
         self._host_until = np.zeros(n, dtype=np.int32)
 
     def apply(
-        self, plan: StepPlan, sampling: torch.Tensor, suppress_runs: torch.Tensor, suppress_ids: torch.Tensor
-    ) -> None:
-        """Take over the plan's sampling and suppress sections; the tensors are the same sections on the device."""
+        self, plan: StepPlan, sampling: torch.Tensor, suppress_runs: torch.Tensor, suppress_ids: torch.Tensor,
+        extras: PlanExtras | None = None,
+    ) -> None:  # fmt: skip
+        """Take over the plan's sampling, suppress and optional sections; the tensors are the same on the device."""
         if len(plan.sampling):
             self._apply_host(plan.sampling)
             self._apply_device(sampling)
+            self.extras.admit(plan.sampling[:, S.ROW], sampling[:, S.ROW].long())
         if len(plan.suppress_runs):
             self._host_until[plan.suppress_runs[:, 0]] = plan.suppress_runs[:, 1]
             self._apply_suppress(suppress_runs, suppress_ids, int(plan.suppress_runs[:, 2].max()))
+        if extras is not None:
+            self.extras.apply(plan.extras, extras)
 
     def mode(self, rows: np.ndarray, positions: np.ndarray) -> SamplingMode:
         """The mode of a step that samples `rows` at absolute `positions` (int32 arrays on the host)."""
@@ -88,6 +96,7 @@ class SamplingState:
             wide=bool(self._host_wide[rows].any()),
             wide_k=bool(self._host_wide_k[rows].any()),
             suppress=bool((self._host_until[rows] > positions).any()),
+            extras=self.extras.mode(rows),
         )
 
     def _apply_host(self, entries: np.ndarray) -> None:
