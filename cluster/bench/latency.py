@@ -39,7 +39,7 @@ def bench_latency(
         "workload": {"kind": "latency", "context": context, "output_len": output_len, "seed": seed},
         "runs": runs,
         "limit": latency_limit(path, effective, context, result["ms_per_token"]),
-        "config": effective.model_dump(),
+        "config": effective.model_dump(mode="json"),
     }
 
 

@@ -54,7 +54,7 @@ def bench_prefix(
     return {
         "bursts": rows,
         "workload": {"num_seqs": num_seqs, "prefix_len": prefix_len, "own_len": own_len, "seed": seed},
-        "config": effective.model_dump(),
+        "config": effective.model_dump(mode="json"),
     }
 
 

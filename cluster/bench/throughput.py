@@ -55,7 +55,10 @@ def bench_throughput(
             "output_tokens": loads[0].output_tokens,
         },
     }
-    return result | {"limit": limit(loads[0], path, effective, result["elapsed_s"]), "config": effective.model_dump()}
+    return result | {
+        "limit": limit(loads[0], path, effective, result["elapsed_s"]),
+        "config": effective.model_dump(mode="json"),
+    }
 
 
 def generate(llm: LLM, load: Workload, temperature: float) -> dict[str, float]:

@@ -62,7 +62,7 @@ def compare(
                     "equal_sequences": f"{equal}/{size * repeats}",
                 }
             )
-        effective = llm.config.model_dump()
+        effective = llm.config.model_dump(mode="json")
     return {"rows": rows, "output_len": output_len, "repeats": repeats, "threads": threads, "config": effective}
 
 

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     write_json(
         args.json,
         {
-            "config": config.model_dump(),
+            "config": config.model_dump(mode="json"),
             "sampling": sampling.model_dump(),
             "outputs": [
                 {
