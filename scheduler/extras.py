@@ -12,7 +12,7 @@ from scheduler.prefill import Chunk
 from scheduler.request import Req, ReqState
 from scheduler.row_state import RowState
 from scheduler.sampling_params import MIN_REPETITION_PENALTY
-from scheduler.step import SCORE_WORDS, ExtraCounts, LogprobBlock, PlanExtras, PromptScores, SampledLogprobs
+from scheduler.step import ExtraCounts, LogprobBlock, PlanExtras, PromptScores, SampledLogprobs
 
 Runs = list[tuple[tuple[int, ...], np.ndarray]]  # (a run's words, its ids)
 
