@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,7 @@ def add_parser(commands: Any) -> None:
     output = parser.add_argument_group("what to do and to write")
     output.add_argument("--json", metavar="FILE", help="write settings and results into FILE as JSON")
     output.add_argument("--plot", metavar="FILE", help="draw the runs into FILE (PNG); needs matplotlib")
+    output.add_argument("--jobs", type=positive_int, default=1, help="processes that share the replicas (default: 1)")
     output.add_argument("--calibrate", metavar="FILE", help="measure the CPU engine, write its cost model, and end")
     output.add_argument(
         "--compare-real", action="store_true", help="also serve the trace with the CPU engine; needs --calibration"
@@ -44,7 +47,7 @@ def add_parser(commands: Any) -> None:
         "--clock", choices=("cpu", "wall"), default="wall",
         help="of --compare-real; cpu: what else runs on the machine does not count (default: %(default)s)",
     )  # fmt: skip
-    output.add_argument("--repeats", type=positive_int, default=3, help="of --calibrate's steps (default: %(default)s)")
+    output.add_argument("--repeats", type=positive_int, default=3, help="of measurements (default: %(default)s)")
     parser.set_defaults(run=run)
 
 
@@ -60,6 +63,7 @@ def add_trace_flags(group: Any) -> None:
     group.add_argument("--output-len", default="lognormal:200:0.8", help=f"{lengths} (default: %(default)s)")
     group.add_argument("--prefix-len", type=int, default=0, help="tokens that a group's prompts share (default: 0)")
     group.add_argument("--prefix-groups", type=positive_int, default=1, help="such groups (default: 1)")
+    group.add_argument("--prefix-share", type=float, default=1.0, help="share of sessions in a group (default: 1)")
     group.add_argument("--turns", type=positive_int, default=1, help="requests in a conversation (default: 1)")
     group.add_argument("--think-time", type=float, default=5.0, help="mean seconds before the next turn (default: 5)")
     group.add_argument("--users", type=int, default=0, help="user keys that the requests are spread over (default: 0)")
@@ -117,11 +121,12 @@ def run(args: argparse.Namespace) -> int:
     title = describe(args, trace, config)
     report = {"settings": finite(settings)}
     if args.compare_real:
-        results.append(run_real(args, trace, config, model))
-        report["difference"] = differences(results[0], results[-1])
+        measured = run_real(args, trace, config)
+        report["difference"] = differences(results[0], measured)
+        results += measured
     print_report(title, results)
     for name, value in report.get("difference", {}).items():
-        print(f"{name:24} {value:+.1%} (predicted against measured)")
+        print(f"{name:24} {value:+.1%} (prediction against the median run)")
     write_json(args.json, report | {"runs": [{"label": r.label} | r.summary() for r in results]})
     if args.plot:
         plot(args.plot, title, results)
@@ -134,6 +139,8 @@ def make_trace(args: argparse.Namespace) -> Trace:
 
     if args.think_time < 0 or args.prefix_len < 0 or args.users < 0:
         raise ConfigError("--think-time, --prefix-len and --users must not be negative")
+    if not 0 <= args.prefix_share <= 1:
+        raise ConfigError(f"--prefix-share must lie in 0..1, got {args.prefix_share}")
     if args.trace:
         path = Path(args.trace).expanduser()
         return load_trace(path, args.requests, args.rate, args.think_time, args.seed, args.speed)
@@ -145,6 +152,7 @@ def make_trace(args: argparse.Namespace) -> Trace:
             output=Lengths.parse(args.output_len),
             prefix_len=args.prefix_len,
             prefix_groups=args.prefix_groups,
+            prefix_share=args.prefix_share,
             turns=args.turns,
             think_time=args.think_time,
             users=args.users,
@@ -215,7 +223,7 @@ def simulate_one(
 
     spec = fleet_spec(args, replace(config, policy=policy), router, cost, model)
     label = f"{policy}, {router}" if args.replicas > 1 else policy
-    return simulate(label, trace, spec, lambda: ScriptedWorker(cost, config.max_running_requests, spec.vocab_size))
+    return simulate(label, trace, spec, partial(ScriptedWorker, cost, config.max_running_requests, spec.vocab_size))
 
 
 def fleet_spec(
@@ -230,7 +238,9 @@ def fleet_spec(
     if router not in ROUTERS:
         raise ConfigError(f"unknown router {router!r}; known are {', '.join(ROUTERS)}")
     vocab_size = model.vocab_size if model else cost.vocab_size
-    return FleetSpec(config, vocab_size, args.replicas, args.tp_size, router, args.report_interval, args.seed)
+    return FleetSpec(
+        config, vocab_size, args.replicas, args.tp_size, router, args.report_interval, args.seed, args.jobs
+    )
 
 
 def describe(args: argparse.Namespace, trace: Trace, config: SchedulerConfig) -> str:
@@ -274,8 +284,8 @@ def calibrate(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_real(args: argparse.Namespace, trace: Trace, config: SchedulerConfig, model: ModelShape | None) -> RunResult:
-    """The same trace on the CPU engine of this process."""
+def run_real(args: argparse.Namespace, trace: Trace, config: SchedulerConfig) -> list[RunResult]:
+    """The same trace on the CPU engine of this process, `--repeats` times."""
     from cluster.model_files import resolve_model
     from cluster.simulate.fleet import FleetSpec, simulate
     from cluster.simulate.real_engine import MeasuredWorker, check_single_turn, load_runner, run_in_real_time
@@ -283,30 +293,33 @@ def run_real(args: argparse.Namespace, trace: Trace, config: SchedulerConfig, mo
     check_single_turn(trace)
     timeline = Timeline()
     runner = load_runner(resolve_model(args.model, timeline), config, timeline)
-    timeline("serving the trace")
     vocab_size = runner.model_info.vocab_size
     config = replace(config, policy=names(args.policy, POLICY_ALIASES)[0])
-    label = f"CPU engine, {args.clock} clock"
-    if args.clock == "wall":
-        result = run_in_real_time(label, trace, config, runner, vocab_size)
-    else:
-        result = simulate(label, trace, FleetSpec(config, vocab_size), lambda: MeasuredWorker(runner))
-    timeline.done()
-    return result
-
-
-def differences(predicted: RunResult, measured: RunResult) -> dict[str, float]:
-    """Relative differences of what both runs report."""
-    found = {}
-    ours, theirs = predicted.summary(), measured.summary()
-    for key in ("output_tokens_per_s", "seconds", "ttft_s", "itl_s", "e2e_s"):
-        if isinstance(ours[key], dict):
-            found |= {
-                f"{key} {part}": ours[key][part] / theirs[key][part] - 1 for part in ("mean", "p50", "p90", "p99")
-            }
+    spec = FleetSpec(config, vocab_size, window=args.report_interval)
+    results = []
+    for number in range(1, args.repeats + 1):
+        timeline(f"serving the trace, run {number} of {args.repeats}")
+        label = f"CPU engine, {args.clock} clock, {number}"
+        if args.clock == "wall":
+            results.append(run_in_real_time(label, trace, config, runner, vocab_size))
         else:
-            found[key] = ours[key] / theirs[key] - 1
-    return found
+            results.append(simulate(label, trace, spec, lambda: MeasuredWorker(runner)))
+    timeline.done()
+    return results
+
+
+def differences(predicted: RunResult, measured: list[RunResult]) -> dict[str, float]:
+    """The prediction relative to the median of the measurements, less 1."""
+
+    def values(result: RunResult) -> dict[str, float]:
+        summary = result.summary()
+        flat = {key: summary[key] for key in ("output_tokens_per_s", "seconds")}
+        for key in ("ttft_s", "itl_s", "e2e_s"):
+            flat |= {f"{key} {part}": summary[key][part] for part in ("mean", "p50", "p90", "p99")}
+        return flat
+
+    runs = [values(result) for result in measured]
+    return {key: value / statistics.median(run[key] for run in runs) - 1 for key, value in values(predicted).items()}
 
 
 def finite(settings: dict[str, Any]) -> dict[str, Any]:

@@ -58,8 +58,6 @@ def measure(
     seconds: dict[StepShape, list[float]] = {}
     host: list[float] = []
     runs = [load for load in WORKLOADS if fits(load, config)] * repeats
-    for load in runs[:2]:  # what is paid once (threads, scratch memory) is paid before measuring
-        list(_run(worker, config, vocab_size, load, rng))
     for done, load in enumerate(runs):
         progress("measuring steps", done / len(runs))
         for shape, step, beside in _run(worker, config, vocab_size, load, rng):

@@ -9,12 +9,14 @@ import numpy as np
 
 from cluster.simulate.cost_model import StepCost, StepShape
 from cluster.simulate.metrics import Recorder, Totals
-from cluster.simulate.tokens import stream_tokens
+from cluster.simulate.tokens import stream_seeds, stream_tokens
 from kvcache import PrefixDigest
 from scheduler.config import SchedulerConfig
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from scheduler.step import S, StepPlan, StepResult
+
+_WORD, _WORD_BITS = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 class TimedWorker(Protocol):
@@ -38,21 +40,20 @@ class ScriptedWorker:
         self.host_seconds = cost.host_seconds
         self._cost = cost
         self._vocab_size = vocab_size
-        self._keys = np.zeros(max_running_requests + 1, dtype=np.uint64)
+        self._seeds = np.zeros(max_running_requests + 1, dtype=np.uint64)
         self._prompt_len = np.zeros(max_running_requests + 1, dtype=np.int64)
 
     def execute(self, plan: StepPlan) -> tuple[StepResult, float]:
         if len(plan.sampling):
             words = plan.sampling.astype(np.int64)
             rows = words[:, S.ROW]
-            self._keys[rows] = (words[:, S.SEED_LOW : S.SEED_HIGH + 1] & 0xFFFFFFFF).astype(np.uint64) @ np.array(
-                [1, 1 << 32], dtype=np.uint64
-            )
+            low, high = (words[:, column].astype(np.uint64) & _WORD for column in (S.SEED_LOW, S.SEED_HIGH))
+            self._seeds[rows] = stream_seeds(low | high << _WORD_BITS)
             self._prompt_len[rows] = words[:, S.PROMPT_LEN]
         sample = plan.sample[: plan.num_samples]
         rows = plan.rows[sample]
         positions = plan.device_len[sample] - self._prompt_len[rows]
-        tokens = stream_tokens(self._keys[rows], positions, self._vocab_size)
+        tokens = stream_tokens(self._seeds[rows], positions, self._vocab_size)
         return StepResult(plan.step_id, tokens), self._cost.seconds(StepShape.of(plan))
 
 

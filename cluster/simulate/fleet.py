@@ -2,7 +2,8 @@
 
 Replicas do not affect each other but through the router and the trace, so each runs on its own through a window of
 virtual time, and between windows the router learns what changed. A window is therefore also how old the router's
-picture of the caches is, as with replicas that report now and then.
+picture of the caches is, as with replicas that report now and then. What comes out does not depend on the number of
+processes.
 """
 
 from __future__ import annotations
@@ -14,22 +15,32 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.simulate.engine import SimulatedEngine, TimedWorker
-from cluster.simulate.metrics import Recorder, RunResult, Totals
+from cluster.simulate.engine import TimedWorker
+from cluster.simulate.metrics import RunResult, Totals
 from cluster.simulate.routers import DIGEST_BLOCKS, create_router
+from cluster.simulate.shard import (
+    Arrival,
+    LocalShard,
+    RemoteShard,
+    ShardSpec,
+    WindowReport,
+    merge_recorders,
+    split,
+)
 from cluster.simulate.tokens import prompt_tokens
 from cluster.simulate.traces import Trace
-from kvcache import PrefixDigest
 from scheduler.config import SchedulerConfig
-from scheduler.request import InvalidRequest, Request
-from scheduler.sampling_params import SamplingParams
 
 MAX_SAMPLES = 4096  # of the series: every second one is dropped when there are more
+NO_TOKENS = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True)
 class FleetSpec:
-    """`replicas` engines of one configuration, `gpus_per_replica` each. `window` is in seconds."""
+    """`replicas` engines of one configuration, `gpus_per_replica` each. `window` is in seconds.
+
+    `jobs` processes share the work.
+    """
 
     scheduler: SchedulerConfig
     vocab_size: int
@@ -38,23 +49,23 @@ class FleetSpec:
     router: str = "power_of_two"
     window: float = 0.1
     seed: int = 0
+    jobs: int = 1
 
 
 def simulate(label: str, trace: Trace, spec: FleetSpec, make_worker: Callable[[], TimedWorker]) -> RunResult:
-    """Run the trace to its end; deterministic for workers that are."""
+    """Run the trace to its end; deterministic for workers that are. With several jobs, `make_worker` is pickled."""
     started = time.perf_counter()
     fleet = _Fleet(trace, spec, make_worker)
-    fleet.run()
-    totals = [engine.totals() for engine in fleet.engines]
+    try:
+        fleet.run()
+        recorders, totals = zip(*(shard.finish() for shard in fleet.shards), strict=True)
+    finally:
+        for shard in fleet.shards:
+            shard.close()
     return RunResult(
         label,
-        fleet.recorder,
-        Totals(
-            sum(t.prefilled_tokens for t in totals),
-            sum(t.cached_tokens for t in totals),
-            sum(t.preemptions for t in totals),
-            sum(t.steps for t in totals),
-        ),
+        merge_recorders(list(recorders)),
+        Totals.sum(totals),
         np.array(fleet.series).reshape(-1, 5),
         fleet.refused,
         spec.replicas * spec.gpus_per_replica,
@@ -68,13 +79,18 @@ class _Fleet:
         granularity = DIGEST_BLOCKS * spec.scheduler.page_size
         self._router = create_router(spec.router, spec.replicas, granularity, spec.seed)
         self._digests = self._router.needs_digests and spec.replicas > 1 and spec.scheduler.cache_type == "radix"
-        self.recorder = Recorder(len(trace.requests))
-        self.engines = [
-            SimulatedEngine(
-                spec.scheduler, make_worker(), self.recorder, PrefixDigest(granularity) if self._digests else None
+        parts = split(spec.replicas, spec.jobs)
+        kind = LocalShard if len(parts) == 1 else RemoteShard
+        self.shards = [
+            kind(
+                ShardSpec(
+                    trace, spec.scheduler, spec.vocab_size, part, make_worker, granularity if self._digests else 0
+                )
             )
-            for _ in range(spec.replicas)
+            for part in parts
         ]
+        self._shard_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+        self._next_events = [np.inf] * len(parts)
         self._loads = np.zeros(spec.replicas, dtype=np.int64)
         self._replica_of = np.zeros(len(trace.requests), dtype=np.int64)
         self._ready = [(request.arrival, i) for i, request in enumerate(trace.requests) if request.after is None]
@@ -90,61 +106,56 @@ class _Fleet:
     def run(self) -> None:
         end = 0.0
         while True:
-            begin = min([engine.next_event for engine in self.engines] + [when for when, _ in self._ready[:1]])
+            begin = min([*self._next_events, *(when for when, _ in self._ready[:1])])
             if np.isinf(begin):
                 break
             end = max(end, begin - begin % self._spec.window) + self._spec.window
+            arrivals: list[list[Arrival]] = [[] for _ in self.shards]
             while self._ready and self._ready[0][0] < end:
-                self._arrive(*heapq.heappop(self._ready))
-            for replica, engine in enumerate(self.engines):
-                if engine.next_event < end:
-                    engine.run_until(end)
-                    if self._digests:
-                        self._router.learn(replica, engine.digest.take_changes())
-            for when, number in self.recorder.take_ended():
-                self._loads[self._replica_of[number]] -= 1
-                for follower in self._followers.get(number, ()):
-                    pause = self._trace.requests[follower].arrival
-                    heapq.heappush(self._ready, (max(when + pause, end), follower))
-            self._sample(end)
+                arrival = self._route(*heapq.heappop(self._ready))
+                arrivals[self._shard_of[arrival.replica]].append(arrival)
+            for shard, its_arrivals in zip(self.shards, arrivals, strict=True):
+                shard.start(its_arrivals, end)
+            reports = [shard.report() for shard in self.shards]
+            self._next_events = [report.next_event for report in reports]
+            for report in reports:
+                self._learn(report, end)
+            self._sample(end, np.sum([report.load for report in reports], axis=0))
 
-    def _arrive(self, when: float, number: int) -> None:
-        wanted = self._trace.requests[number]
-        if wanted.prompt_len + wanted.output_len > self._spec.scheduler.max_seq_len:
-            self._refuse(number)  # without making its tokens first
-            return
-        sampling = SamplingParams(max_tokens=wanted.output_len, seed=wanted.output_key, ignore_eos=True)
-        prompt = prompt_tokens(wanted.prompt, self._spec.vocab_size)
-        request = Request(number, prompt, sampling, wanted.priority, wanted.user)
-        replica = self._router.choose(prompt, self._loads) if self._spec.replicas > 1 else 0
-        try:
-            self.engines[replica].submit(when, request)
-        except InvalidRequest:
-            self._refuse(number)
-            return
-        self.recorder.arrival[number] = when
+    def _route(self, when: float, number: int) -> Arrival:
+        replica = 0
+        if self._spec.replicas > 1:
+            segments = self._trace.requests[number].prompt
+            prompt = prompt_tokens(segments, self._spec.vocab_size) if self._digests else NO_TOKENS
+            replica = self._router.choose(prompt, self._loads)
         self._replica_of[number] = replica
         self._loads[replica] += 1
+        return Arrival(when, number, replica)
+
+    def _learn(self, report: WindowReport, end: float) -> None:
+        for replica, change in report.changes:
+            self._router.learn(replica, change)
+        for when, number in report.ended:
+            self._loads[self._replica_of[number]] -= 1
+            for follower in self._followers.get(number, ()):
+                pause = self._trace.requests[follower].arrival
+                heapq.heappush(self._ready, (max(when + pause, end), follower))
+        for number in report.refused:
+            self._loads[self._replica_of[number]] -= 1
+            self._refuse(number)
 
     def _refuse(self, number: int) -> None:
-        self.refused += 1
-        for follower in self._followers.get(number, ()):
-            self._refuse(follower)
+        """It and all that were to follow it."""
+        refused = [number]
+        while refused:
+            self.refused += 1
+            refused += self._followers.get(refused.pop(), ())
 
-    def _sample(self, now: float) -> None:
+    def _sample(self, now: float, load: np.ndarray) -> None:
         self._windows += 1
         if self._windows % self._stride:
             return
-        stats = [engine.scheduler.stats() for engine in self.engines]
-        self.series.append(
-            (
-                now,
-                sum(s.waiting for s in stats),
-                sum(s.running for s in stats),
-                sum(s.cached_tokens for s in stats),
-                sum(s.prefilled_tokens for s in stats),
-            )
-        )
+        self.series.append((now, *load.tolist()))
         if len(self.series) > MAX_SAMPLES:
             self.series = self.series[1::2]
             self._stride *= 2

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,13 @@ class Recorder:
         self.last_token[ids] = time
         self.tokens[ids] += 1
 
+    def take_from(self, other: Recorder) -> None:
+        """Add another recorder's requests, which are none of this one's."""
+        theirs = ~np.isnan(other.arrival)
+        for name in ("arrival", "first_token", "last_token", "tokens", "finish", "cached_tokens"):
+            getattr(self, name)[theirs] = getattr(other, name)[theirs]
+        self._gaps += other._gaps
+
     def take_ended(self) -> list[tuple[float, int]]:
         """(time, request) of those that ended since the last call."""
         ended, self._ended = self._ended, []
@@ -63,8 +71,8 @@ class Recorder:
 
     @property
     def inter_token_latency(self) -> np.ndarray:
-        """Seconds between neighbouring tokens of a request, all pooled."""
-        return np.concatenate(self._gaps) if self._gaps else np.empty(0)
+        """Seconds between neighbouring tokens of a request, all pooled, ascending."""
+        return np.sort(np.concatenate(self._gaps)) if self._gaps else np.empty(0)
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,10 @@ class Totals:
     cached_tokens: int
     preemptions: int
     steps: int
+
+    @classmethod
+    def sum(cls, parts: Iterable[Totals]) -> Totals:
+        return cls(*(sum(column) for column in zip(*(astuple(part) for part in parts), strict=True)))
 
 
 @dataclass(frozen=True)

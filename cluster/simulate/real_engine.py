@@ -53,7 +53,19 @@ def load_runner(path: Path, config: SchedulerConfig, progress: Progress = no_pro
         runner.warm_up()
     except ModelError as error:
         raise ModelLoadError(str(error)) from error
+    _run_once(runner, config)
     return runner
+
+
+def _run_once(runner: ModelRunner, config: SchedulerConfig) -> None:
+    """A largest prefill and a few decodes: what is paid once (scratch memory, kernels) is paid before measuring."""
+    scheduler = Scheduler(config)
+    sampling = SamplingParams(max_tokens=4, seed=0, ignore_eos=True)
+    scheduler.add(Request(0, np.arange(min(config.max_step_tokens, config.max_seq_len - 4)) % 100, sampling))
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.process(runner.launch(plan).result())
 
 
 class MeasuredWorker:

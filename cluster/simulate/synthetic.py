@@ -59,6 +59,7 @@ class SyntheticSpec:
 
     rate          requests per second; infinite: all sessions start at once
     prefix_len    tokens that the first prompts of a group of sessions begin with, in each of `prefix_groups` groups
+    prefix_share  share of sessions that belong to a group; the others begin with as many tokens of their own
     think_time    mean seconds between an answer's end and the next turn (exponential)
     users         requests are spread over so many user keys; 0: none
     """
@@ -69,6 +70,7 @@ class SyntheticSpec:
     output: Lengths
     prefix_len: int = 0
     prefix_groups: int = 1
+    prefix_share: float = 1.0
     turns: int = 1
     think_time: float = 5.0
     users: int = 0
@@ -86,9 +88,12 @@ def synthetic_trace(spec: SyntheticSpec) -> Trace:
     pauses = rng.exponential(spec.think_time, sessions * spec.turns).tolist()
     prefix_keys = rng.integers(0, 2**63, spec.prefix_groups).tolist()
     keys = rng.integers(0, 2**63, (sessions * spec.turns, 2)).tolist()
+    alone = (rng.random(sessions) >= spec.prefix_share).tolist()
+    own_prefixes = rng.integers(0, 2**63, sessions).tolist()
     requests: list[TraceRequest] = []
     for session in range(sessions):
-        prompt = (Segment(prefix_keys[groups[session]], spec.prefix_len),) if spec.prefix_len else ()
+        prefix = own_prefixes[session] if alone[session] else prefix_keys[groups[session]]
+        prompt = (Segment(prefix, spec.prefix_len),) if spec.prefix_len else ()
         user = f"user{session % spec.users}" if spec.users else None
         for turn in range(spec.turns):
             number = len(requests)

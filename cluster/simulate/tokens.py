@@ -22,15 +22,19 @@ class Segment(NamedTuple):
     count: int
 
 
-def stream_tokens(keys: np.ndarray, positions: np.ndarray, vocab_size: int) -> np.ndarray:
-    """int32 ids at `positions` (int) of streams `keys` (uint64), elementwise, in 0 .. vocab_size - 1."""
-    words = mix64(mix64(keys * _GOLDEN) + positions.astype(np.uint64))
-    return (words % np.uint64(vocab_size)).astype(np.int32)
+def stream_seeds(keys: np.ndarray) -> np.ndarray:
+    """uint64: what `stream_tokens` wants of streams `keys` (uint64), elementwise."""
+    return mix64(keys * _GOLDEN)
+
+
+def stream_tokens(seeds: np.ndarray, positions: np.ndarray, vocab_size: int) -> np.ndarray:
+    """int32 ids at `positions` (int) of streams of `seeds` (uint64), elementwise, in 0 .. vocab_size - 1."""
+    return (mix64(seeds + positions.astype(np.uint64)) % np.uint64(vocab_size)).astype(np.int32)
 
 
 def prompt_tokens(segments: tuple[Segment, ...], vocab_size: int) -> np.ndarray:
     """int32: the ids of a prompt made of `segments`."""
-    keys = np.array([segment.key for segment in segments], dtype=np.uint64)
+    seeds = stream_seeds(np.array([segment.key for segment in segments], dtype=np.uint64))
     counts = [segment.count for segment in segments]
     positions = np.concatenate([np.arange(count) for count in counts])
-    return stream_tokens(np.repeat(keys, counts), positions, vocab_size)
+    return stream_tokens(np.repeat(seeds, counts), positions, vocab_size)

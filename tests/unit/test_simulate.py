@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -40,6 +42,15 @@ class CheckingWorker:
         return self.worker.execute(plan), 0.01
 
 
+class BrokenWorker:
+    """Fails at its first step."""
+
+    host_seconds = 0.0
+
+    def execute(self, plan: StepPlan) -> tuple[StepResult, float]:
+        raise ZeroDivisionError
+
+
 def make_config(**changes: object) -> SchedulerConfig:
     values = {"num_pages": 512, "page_size": 4, "max_running_requests": 8, "max_seq_len": 512, "max_step_tokens": 64}
     return SchedulerConfig(**(values | changes))
@@ -57,7 +68,7 @@ def run(trace: Trace, config: SchedulerConfig | None = None, **fleet: object) ->
     config = config or make_config()
     rows = config.max_running_requests
     spec = FleetSpec(config, VOCAB, **fleet)
-    return simulate("run", trace, spec, lambda: ScriptedWorker(FlatCost(), rows, VOCAB))
+    return simulate("run", trace, spec, partial(ScriptedWorker, FlatCost(), rows, VOCAB))
 
 
 def check_conserved(trace: Trace, result: RunResult) -> None:
@@ -206,6 +217,21 @@ def test_the_cache_aware_router_prefills_less_and_power_of_two_waits_less():
     }
     assert results["cache_aware"]["prefilled_tokens"] < 0.7 * results["random"]["prefilled_tokens"]
     assert results["power_of_two"]["ttft_s"]["p99"] < results["random"]["ttft_s"]["p99"]
+
+
+@pytest.mark.parametrize("router", ["random", "cache_aware"])
+def test_the_number_of_processes_changes_nothing(router: str):
+    trace = make_trace(requests=80, rate=200.0, turns=2, think_time=0.1, prefix_len=64)
+    one, two = (run(trace, replicas=5, router=router, jobs=jobs) for jobs in (1, 2))
+    check_conserved(trace, two)
+    assert one.summary() | {"real_seconds": 0} == two.summary() | {"real_seconds": 0}
+    assert (one.recorder.last_token == two.recorder.last_token).all() and (one.series == two.series).all()
+
+
+def test_a_failure_in_another_process_is_raised_here():
+    with pytest.raises(ZeroDivisionError):
+        spec = FleetSpec(make_config(), VOCAB, replicas=2, jobs=2)
+        simulate("run", make_trace(), spec, BrokenWorker)
 
 
 def test_a_prompt_shares_what_its_segments_share():
