@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import time
@@ -12,13 +11,13 @@ from concurrent.futures import TimeoutError as FutureTimeoutError  # the builtin
 from dataclasses import dataclass, replace
 from functools import partial
 
-import psutil
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster import messages
 from cluster.errors import EngineDeadError, StartupError, TransportError
 from cluster.handshake import GroupInfo, Handshake
+from cluster.local_processes import end_ray_workers
 from cluster.placement import Placement, place_ranks
 from cluster.rank_actor import RankActor
 from cluster.rank_startup import RankSpec, RunnerFactory, Whereabouts, make_model_runner
@@ -33,8 +32,7 @@ logger = logging.getLogger(__name__)
 # A collective fails on the survivors before Ray reports the death that caused it: wait for the better explanation.
 _DIAGNOSIS_TIME = 0.3
 _STOP_GRACE = 2.0
-_KILL_GRACE = 0.5
-_KILL_TIMEOUT = 10.0
+_END_TIMEOUT = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +67,7 @@ class WorkerGroup:
         self._placement: Placement | None = None
         self._actors: list[ray.actor.ActorHandle] = []
         self._ranks: tuple[Whereabouts, ...] = ()
+        self._here = ""  # id of the driver's node
         self._runs: list[Future] = []
         self._ended: deque[int] = deque()  # ranks whose run() came back; filled by Ray's callback thread
         self._transport: DriverTransport | None = None
@@ -89,6 +88,7 @@ class WorkerGroup:
         deadline = time.monotonic() + self.config.start_timeout
         try:
             timeline.enter("placement")
+            self._here = ray.get_runtime_context().get_node_id()
             config = self.config
             self._placement = place_ranks(
                 self.size, config.resources, min(config.placement_timeout, config.start_timeout), config.may_grow
@@ -147,12 +147,13 @@ class WorkerGroup:
         """
         if self._transport is not None and grace > 0:
             self._ask_to_stop(grace)
-        for actor in self._actors:
-            ray.kill(actor, no_restart=True)
-        self._end_local_processes()
-        if self._placement is not None:
-            self._placement.remove()
-        deadline = time.monotonic() + _KILL_TIMEOUT
+        if ray.is_initialized():  # otherwise Ray has ended everything already
+            for actor in self._actors:
+                ray.kill(actor, no_restart=True)
+            end_ray_workers(rank.pid for rank in self._ranks if rank.node_id == self._here)
+            if self._placement is not None:
+                self._placement.remove()
+        deadline = time.monotonic() + _END_TIMEOUT
         for rank, run in enumerate(self._runs):
             try:
                 run.exception(max(0.0, deadline - time.monotonic()))
@@ -163,7 +164,7 @@ class WorkerGroup:
             self._transport.close()
         self._placement, self._transport = None, None
         self._actors, self._runs, self._ranks = [], [], ()
-        self._ended.clear()
+        self._ended = deque()  # a new one: a straggler's callback writes to the old
 
     # -- start-up ------------------------------------------------------------------------------------------------
 
@@ -190,10 +191,8 @@ class WorkerGroup:
         self._ranks = tuple(places)
 
     def _run_ranks(self, deadline: float) -> None:
-        here = ray.get_runtime_context().get_node_id()
-        self._transport = DriverTransport(
-            [rank.node_id == here for rank in self._ranks], ray.util.get_node_ip_address()
-        )
+        local = [rank.node_id == self._here for rank in self._ranks]
+        self._transport = DriverTransport(local, ray.util.get_node_ip_address())
         self._group_id = secrets.token_hex(8)
         for number, (actor, place) in enumerate(zip(self._actors, self._ranks, strict=True)):
             spec = RankSpec(
@@ -210,11 +209,11 @@ class WorkerGroup:
                 step_timeout=self.config.step_timeout,
             )
             run = actor.run.remote(spec, self.config.make_runner).future()
-            run.add_done_callback(partial(self._on_run_ended, number))
+            run.add_done_callback(partial(self._on_run_ended, self._ended, number))
             self._runs.append(run)
 
-    def _on_run_ended(self, rank: int, run: Future) -> None:
-        self._ended.append(rank)
+    def _on_run_ended(self, ended: deque[int], rank: int, run: Future) -> None:
+        ended.append(rank)
         self.wake()
 
     def _bring_up(self, timeline: Timeline, deadline: float) -> GroupInfo:
@@ -300,19 +299,3 @@ class WorkerGroup:
         deadline = time.monotonic() + grace
         while len(self._ended) < len(self._runs) and (left := deadline - time.monotonic()) > 0:
             self._transport.poll(left)
-
-    def _end_local_processes(self) -> None:
-        """Ray asks a process to end, which a stopped one does not hear; on our own node we can insist."""
-        here = ray.get_runtime_context().get_node_id()
-        processes = []
-        for place in self._ranks:
-            if place.node_id == here:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process = psutil.Process(place.pid)
-                    if process.name().startswith("ray::"):  # a reused pid is somebody else's
-                        processes.append(process)
-        _, alive = psutil.wait_procs(processes, timeout=_KILL_GRACE)
-        for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(alive, timeout=_KILL_TIMEOUT)
