@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from cluster.errors import ConfigError
 
@@ -42,6 +42,15 @@ class EngineConfig(BaseModel):
     gpus_per_rank: float = Field(
         1.0, gt=0, le=1, description="GPU share per rank; 0.5 puts two ranks on one card (gloo)"
     )
+    tool_parser: Literal["auto", "none", "hermes", "llama3_json"] = Field(
+        "auto", description="serve: format of the model's tool calls; auto: what its chat template teaches"
+    )
+    reasoning_parser: Literal["auto", "none", "think"] = Field(
+        "auto", description="serve: think: answers may begin with <think>; auto: if the chat template knows of it"
+    )
+    policy: Literal["fcfs", "longest_prefix", "priority", "fair_share"] = Field(
+        "fcfs", description="who is admitted next; priority: the request's priority, fair_share: by its user"
+    )
     max_queued_requests: int = Field(4096, ge=1, description="waiting requests before new ones get 429")
     integrity_interval: int = Field(0, ge=0, description="check the page invariants every so many steps; 0: never")
     start_timeout: float = Field(600.0, gt=0, description="deadline for placement, loading and hand-shake together")
@@ -49,6 +58,20 @@ class EngineConfig(BaseModel):
         20.0, gt=0, description="deadline for placement; raise it where nodes are added on demand"
     )
     step_timeout: float = Field(60.0, gt=0, description="a step without an answer for this long means a hung rank")
+    api_key: list[SecretStr] = Field(
+        default_factory=list,
+        description="serve: a key that clients may use, repeat for several; default: none is needed",
+    )
+    max_body_bytes: int = Field(16 << 20, ge=1, description="serve: a larger request body gets 413")
+    cors_origin: list[str] = Field(
+        default_factory=list, description="serve: origin whose pages may call this server, * for any; default: none"
+    )
+    request_timeout: float | None = Field(
+        None, gt=0, description="serve: seconds a request may take from arrival to its last token; default: no limit"
+    )
+    slow_reader_timeout: float = Field(
+        30.0, gt=0, description="serve: a client that reads nothing for this many seconds loses its stream"
+    )
     cache_dir: str | None = Field(None, description="where the default model is kept; default: ~/.cache/raydix")
     ray_address: str = Field(
         "auto", description="local: a private Ray; auto: a running one, else private; or HOST:PORT"

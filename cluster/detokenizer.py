@@ -31,10 +31,11 @@ class IncrementalDetokenizer:
 
     Args:
         tokenizer: the model's.
-        stop: strings that end the text and are not part of it. The one that is complete first wins; of those that
+        stop: strings that end the text. The one that is complete first wins; of those that
             are complete with the same character, the longest.
         skip_special_tokens: leave control tokens out of the text.
         stop_token_ids: tokens that end the sequence; they are not part of the text.
+        include_stop: a stop string that was found stays in the text.
         continues_text: the tokens continue a text (a completion), so keep a space at their beginning; sentencepiece
             tokenizers drop it at the beginning of a text.
     """
@@ -46,13 +47,14 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         stop_token_ids: Collection[int] = (),
         continues_text: bool = False,
+        include_stop: bool = False,
     ) -> None:
         self._token_bytes = tokenizer.token_bytes
         special = self._token_bytes.special if skip_special_tokens else frozenset()
         self._not_text = special.union(stop_token_ids) if stop_token_ids else special
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._spaces_to_drop = 0 if continues_text else self._token_bytes.leading_spaces
-        self._stops = StopStrings(stop)
+        self._stops = StopStrings(stop, include_stop)
         self._closed = False
 
     def add(self, token_ids: Iterable[int], finished: bool = False) -> TextDelta:
@@ -79,7 +81,8 @@ class IncrementalDetokenizer:
 class StopStrings:
     """Finds stop strings in text that arrives in pieces, whatever the pieces are."""
 
-    def __init__(self, stop: Iterable[str]) -> None:
+    def __init__(self, stop: Iterable[str], include: bool = False) -> None:
+        self._include = include
         self._stop = [text for text in stop if text]
         self._longest = max(map(len, self._stop), default=0)
         self._held = ""
@@ -91,9 +94,9 @@ class StopStrings:
         text = self._held + text
         found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
         if found:
-            _, start, stop = min(found)
+            end, start, stop = min(found)
             self._held = ""
-            return text[:start], stop
+            return text[: end if self._include else start], stop
         keep = 0 if finished else self._may_begin_stop(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], None

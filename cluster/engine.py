@@ -17,26 +17,23 @@ from cluster import ray_runtime
 from cluster.config import EngineConfig
 from cluster.driver import Driver
 from cluster.errors import (
-    ConfigError,
     EngineClosedError,
     EngineError,
     InvalidRequestError,
     ModelLoadError,
     OverloadedError,
 )
-from cluster.handshake import GroupInfo
 from cluster.model_files import resolve_model, served_name
 from cluster.progress import Progress, no_progress
 from cluster.rank_startup import Whereabouts
 from cluster.request_timings import RequestTimings
+from cluster.settings import group_config, scheduler_config
 from cluster.timeline import Timeline
 from cluster.tokenizer import Tokenizer
-from cluster.worker_group import GroupConfig, WorkerGroup
-from scheduler.config import SchedulerConfig
+from cluster.worker_group import WorkerGroup
 from scheduler.outputs import FinishReason, StepOutputs
 from scheduler.request import InvalidRequest, Request
 from scheduler.scheduler import Scheduler
-from worker.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -119,10 +116,10 @@ class Engine:
             device = self._choose_device()
             timeline.enter("tokenizer")
             self.tokenizer = self._load_tokenizer(path)
-            self._group = WorkerGroup(self._group_config(path, device))
+            self._group = WorkerGroup(group_config(self.config, path, device, self._runtime.may_grow))
             group = self._group.start(timeline)
             eos = self.tokenizer.eos_token_ids if self.tokenizer else group.eos_token_ids
-            self._scheduler = self._make_scheduler(group, tuple(eos))
+            self._scheduler = Scheduler(scheduler_config(self.config, group, tuple(eos)))
             self._driver = Driver(
                 self._group,
                 self._scheduler,
@@ -246,55 +243,6 @@ class Engine:
         if self.config.device == "auto":
             return "cuda" if gpus else "cpu"
         return self.config.device
-
-    def _group_config(self, path: Path, device: str) -> GroupConfig:
-        config = self.config
-        share = config.gpus_per_rank
-        shares_card = device == "cuda" and share < 1
-        worker = WorkerConfig(
-            model_path=str(path),
-            load_format=config.load_format,
-            tp_size=config.tp_size,
-            device=device,
-            dtype=config.dtype,
-            page_size=config.page_size,
-            num_pages=config.num_pages,
-            max_running_requests=config.max_running_requests,
-            max_seq_len=config.max_seq_len,
-            max_step_tokens=config.max_step_tokens,
-            kv_layout=config.kv_layout,
-            memory_utilization=config.gpu_memory_utilization * (share if shares_card else 1.0),
-            # gloo's collectives run on the host and cannot be captured
-            use_graphs=not (shares_card and config.tp_size > 1),
-        )
-        return GroupConfig(
-            worker=worker,
-            resources={"GPU": share} if device == "cuda" else {"CPU": 1.0},
-            backend="nccl" if device == "cuda" and not shares_card else "gloo",
-            placement_timeout=config.placement_timeout,
-            start_timeout=config.start_timeout,
-            step_timeout=config.step_timeout,
-            may_grow=self._runtime.may_grow,
-        )
-
-    def _make_scheduler(self, group: GroupInfo, eos_token_ids: tuple[int, ...]) -> Scheduler:
-        config = self.config
-        try:
-            settings = SchedulerConfig(
-                num_pages=group.num_pages,
-                page_size=config.page_size,
-                max_running_requests=config.max_running_requests,
-                max_seq_len=group.max_seq_len,
-                max_step_tokens=config.max_step_tokens,
-                cache_type=config.cache_type,
-                overlap_depth=config.overlap_depth,
-                policy=config.policy,
-                eos_token_ids=eos_token_ids,
-                pad_sizes=group.graph_sizes,
-            )
-            return Scheduler(settings)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
 
     @staticmethod
     def _load_tokenizer(path: Path) -> Tokenizer | None:

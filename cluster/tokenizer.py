@@ -42,11 +42,12 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; `add_special_tokens` adds what the tokenizer puts around a text (often a BOS)."""
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # the batch call, of one text: it lets other threads run meanwhile, and computes no offsets
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence; ids that the tokenizer does not know give nothing."""
-        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return self.backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def apply_chat_template(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> list[int]:
         """Token ids of a rendered chat; keyword arguments go to the template (`tools=`, `enable_thinking=`, ...).

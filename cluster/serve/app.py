@@ -26,4 +26,4 @@ def build_openai_app(args: dict[str, Any] | EngineConfig) -> Application:
     # Every request is an open call. The engine refuses what exceeds its queue, with a Retry-After; Serve must not
     # hold requests back before it does.
     calls = 2 * (config.max_running_requests + config.max_queued_requests) + CONTROL_CALLS
-    return Ingress.bind(EngineDeployment.options(max_ongoing_requests=calls).bind(config))
+    return Ingress.bind(EngineDeployment.options(max_ongoing_requests=calls).bind(config), config)

@@ -4,27 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.serve.answers import AssistantMessage, ChatChoice, ChatCompletion, new_id
-from cluster.serve.protocol import ChatCompletionRequest
-from cluster.serve.service import ChunkWriter, Service, UsageCounter
+from cluster.errors import InvalidRequestError
+from cluster.serve.answers import AssistantMessage, ChatChoice, ChatCompletion, FunctionCall, MessageToolCall, new_id
+from cluster.serve.assistant import AnswerReader, answer_readers
+from cluster.serve.messages import NamedTool
+from cluster.serve.protocol import ChatCompletionRequest, TokenizeRequest
+from cluster.serve.service import Choice, ChunkWriter, Service, UsageCounter
 from cluster.serve.sse import EventStream, to_json
 from cluster.serve.streams import Delta
+from cluster.serve.text import ChatRendering
 
 
-async def chat_completion(service: Service, request: ChatCompletionRequest) -> ChatCompletion | EventStream:
+async def chat_completion(
+    service: Service, request: ChatCompletionRequest, arrived: float
+) -> ChatCompletion | EventStream:
     """Answer a chat request, whole or as a stream.
 
     Raises:
         RaydixError: before the first token; later errors are the stream's last event.
     """
     service.check_model(request.model)
-    options = dict(request.chat_template_kwargs or {})
-    if request.add_generation_prompt is not None:
-        options["add_generation_prompt"] = request.add_generation_prompt
-    messages = [message.for_template() for message in request.messages]
-    prompt = await service.text.encode_chat(messages, options)
+    if request.offered_tools and service.tool_parser is None:
+        raise InvalidRequestError(
+            "tools: this model's chat template teaches no format of tool calls that this server reads; leave 'tools' "
+            "out, or set 'tool_choice' to 'none'",
+            "tools",
+        )
+    forced = forced_beginning(service, request)
+    prompt, text = await service.text.encode_chat(request.messages, chat_rendering(request, forced))
     pairs = service.plan(request, [prompt], "messages", None)
-    group = service.engine.open(pairs, request.skip_special_tokens is not False)
+    readers = answer_readers(service, request, text, forced, len(pairs))
+    group = service.engine.open(pairs, service.options(request, arrived, continues_text=False))
     count = UsageCounter([prompt], request.choices)
     answer_id = new_id("chatcmpl")
     if not request.stream:
@@ -34,24 +44,68 @@ async def chat_completion(service: Service, request: ChatCompletionRequest) -> C
             lambda choices: ChatCompletion(
                 id=answer_id,
                 model=service.model,
-                choices=[
-                    ChatChoice(index=i, message=AssistantMessage(content=c.text), finish_reason=c.finish_reason)
-                    for i, c in enumerate(choices)
-                ],
+                choices=[whole_choice(i, *pair) for i, pair in enumerate(zip(choices, readers, strict=True))],
                 usage=count.usage,
             ),
         )
 
-    with_usage = request.stream_options is not None and request.stream_options.include_usage
-    writer = ChunkWriter(answer_id, "chat.completion.chunk", service.model, with_usage)
+    writer = ChunkWriter(
+        answer_id, "chat.completion.chunk", service.model, count, request.with_usage, request.continuous_usage
+    )
+
+    def begin() -> Sequence[str]:
+        return [writer.choice(i, '"delta":{"role":"assistant","content":""}', None) for i in range(len(pairs))]
 
     def chunks(index: int, delta: Delta) -> Sequence[str]:
         written = []
-        if delta.text:
-            written.append(writer.choice(index, f'"delta":{{"content":{to_json(delta.text)}}}', None))
+        for part in readers[index].read(delta.text, delta.finish_reason):
+            written.append(writer.choice(index, f'"delta":{to_json(part)}', None))
         if delta.finish_reason:
-            written.append(writer.choice(index, '"delta":{}', delta.finish_reason))
+            reason = readers[index].finish_reason(delta.finish_reason)
+            written.append(writer.choice(index, '"delta":{}', reason))
         return written
 
-    begin = [writer.choice(i, '"delta":{"role":"assistant","content":""}', None) for i in range(len(pairs))]
-    return await service.stream(group, count, begin, chunks, writer.usage if with_usage else None)
+    return await service.stream(group, writer, begin, chunks)
+
+
+def chat_rendering(request: ChatCompletionRequest | TokenizeRequest, forced: str = "") -> ChatRendering:
+    """How the request's messages are to be rendered; `forced`: what the answer is made to begin with."""
+    variables = dict(request.chat_template_kwargs or {})
+    if isinstance(request, ChatCompletionRequest) and request.offered_tools:
+        variables["tools"] = [tool.for_template() for tool in request.offered_tools]
+    return ChatRendering(
+        add_generation_prompt=request.add_generation_prompt is not False,
+        continue_final=bool(request.continue_final_message),
+        suffix=forced,
+        variables=variables,
+    )
+
+
+def forced_beginning(service: Service, request: ChatCompletionRequest) -> str:
+    """The beginning of the call that `tool_choice` requires; empty if it requires none."""
+    choice, tools = request.tool_choice, request.offered_tools
+    if isinstance(choice, NamedTool):
+        return service.tool_parser.prefix(choice.function.name)
+    if choice == "required":
+        return service.tool_parser.prefix(tools[0].function.name if len(tools) == 1 else None)
+    return ""
+
+
+def whole_choice(index: int, choice: Choice, reader: AnswerReader) -> ChatChoice:
+    """A choice of an answer without `stream`."""
+    content, reasoning, calls = [], [], []
+    for part in reader.read(choice.text, choice.finish_reason):
+        content.append(part.get("content", ""))
+        reasoning.append(part.get("reasoning_content", ""))
+        for call in part.get("tool_calls", ()):
+            if "id" in call:
+                function = FunctionCall(name=call["function"]["name"], arguments="")
+                calls.append(MessageToolCall(id=call["id"], function=function))
+            calls[call["index"]].function.arguments += call["function"]["arguments"]
+    text = "".join(content)
+    message = AssistantMessage(
+        content=text if text or not calls else None,
+        reasoning_content="".join(reasoning) or None,
+        tool_calls=calls or None,
+    )
+    return ChatChoice(index=index, message=message, finish_reason=reader.finish_reason(choice.finish_reason))

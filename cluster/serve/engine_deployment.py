@@ -54,11 +54,17 @@ class EngineDeployment:
         self._engine.start(_log_progress)
 
     async def generate(
-        self, address: ReplyAddress, stream_id: int, prompt_ids: np.ndarray, sampling: SamplingParams
+        self,
+        address: ReplyAddress,
+        stream_id: int,
+        prompt_ids: np.ndarray,
+        sampling: SamplingParams,
+        priority: int = 0,
+        user: str | None = None,
     ) -> dict[str, Any]:
         """One request. Its tokens go to `address` step by step; this call returns when it has ended.
 
-        Cancelling the call aborts the request.
+        `priority`, `user`: see `scheduler.request.Request`. Cancelling the call aborts the request.
 
         Returns:
             {"finish": FinishReason} or {"error": see `errors.to_wire`}.
@@ -69,7 +75,7 @@ class EngineDeployment:
             request_id = join_request_id(channel, stream_id)
             ended = self._open[request_id] = self._loop.create_future()
             try:
-                self._engine.submit(Request(request_id, prompt_ids, sampling))
+                self._engine.submit(Request(request_id, prompt_ids, sampling, priority, user))
                 return await ended
             except asyncio.CancelledError:
                 self._engine.abort(request_id)
@@ -88,6 +94,17 @@ class EngineDeployment:
             "stalled": f"no step has finished for {age:.0f} s" if age > STALE_SECONDS else None,
             "stats": await asyncio.to_thread(self._engine.stats),
         }
+
+    async def metrics(self) -> dict[str, Any]:
+        """The engine's stats and metrics under their names in `Engine.stats` and `Engine.metrics`.
+
+        Raises:
+            EngineError: the engine has failed.
+        """
+        stats = await asyncio.to_thread(self._engine.stats)
+        if not stats:
+            raise self._engine.failure or EngineError("the engine does not answer")
+        return stats | self._engine.metrics() | {"recoveries": 0}
 
     async def info(self) -> dict[str, Any]:
         """The effective settings under their names in `EngineConfig`, and what an ingress must know of the model."""

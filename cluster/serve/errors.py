@@ -19,7 +19,31 @@ class ContextLengthError(InvalidRequestError):
     """The prompt, or prompt and output together, are longer than the model's context."""
 
 
+class AuthenticationError(RaydixError):
+    """The request carries none of the server's API keys."""
+
+    status = 401
+    type = "authentication_error"
+
+
+class RequestTimeoutError(RaydixError):
+    """The request's deadline passed before its last token."""
+
+    status = 408
+    type = "timeout_error"
+
+
+class ToolCallError(RaydixError):
+    """A call was required and the model wrote none that can be read."""
+
+    status = 422
+    type = "tool_call_error"
+
+
 _CODES = {
+    ToolCallError: "no_tool_call",
+    AuthenticationError: "invalid_api_key",
+    RequestTimeoutError: "request_timeout",
     ContextLengthError: "context_length_exceeded",
     errors.UnknownModelError: "model_not_found",
     errors.OverloadedError: "rate_limit_exceeded",
@@ -28,6 +52,7 @@ _CODES = {
 }
 
 
+MAX_FINDINGS = 20  # of a body with a million mistakes
 _NO_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 
 
@@ -50,7 +75,11 @@ class Problem:
 def problem_of(error: BaseException) -> Problem:
     """The answer to `error`. An error nobody foresaw is logged with its trace and answered without details."""
     if isinstance(error, RaydixError):
-        headers = {"Retry-After": str(error.retry_after)} if isinstance(error, OverloadedError) else {}
+        headers = {}
+        if isinstance(error, OverloadedError):
+            headers["Retry-After"] = str(error.retry_after)
+        elif isinstance(error, AuthenticationError):
+            headers["WWW-Authenticate"] = "Bearer"
         code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
         return Problem(error.status, str(error), error.type, getattr(error, "param", None), code, headers)
     if isinstance(error, RequestValidationError):
@@ -66,7 +95,7 @@ def _validation_problem(error: RequestValidationError) -> Problem:
     """Pydantic's findings in one sentence each; `param` names the first field."""
     lines: list[str] = []
     params: list[str | None] = []
-    for finding in error.errors():
+    for finding in error.errors()[:MAX_FINDINGS]:
         path = [str(part) for part in finding["loc"] if part != "body"]
         if finding["type"] == "json_invalid":
             detail = finding.get("ctx", {}).get("error", "")
@@ -74,12 +103,12 @@ def _validation_problem(error: RequestValidationError) -> Problem:
             params.append(None)
             continue
         cause = finding.get("ctx", {}).get("error")
-        name = getattr(cause, "param", None) or _field_name(path)
+        name = _field_name([*path, cause.param] if hasattr(cause, "param") else path)
         params.append(name)
         if finding["type"] == "extra_forbidden":
             lines.append(f"unknown field '{name}'")
-        elif getattr(cause, "param", None):
-            lines.append(str(cause))
+        elif hasattr(cause, "param"):
+            lines.append(str(cause) if name in str(cause) else f"{name}: {cause}")
         else:
             message = finding["msg"].removeprefix("Value error, ")
             no_object = finding["type"] in ("model_attributes_type", "model_type", "missing")

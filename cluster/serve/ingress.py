@@ -5,8 +5,8 @@ are the types themselves and not strings (no `from __future__ import annotations
 """
 
 import asyncio
-import json
 import logging
+import time
 from importlib.metadata import version
 from typing import Any
 
@@ -14,25 +14,37 @@ import ray
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 
+from cluster.config import EngineConfig
 from cluster.errors import EngineError, RaydixError
-from cluster.serve.answers import ChatCompletion, Completion, ModelCard, ModelList
+from cluster.serve.answers import ChatCompletion, Completion, Detokenized, ModelCard, ModelList, Tokenized
 from cluster.serve.chat import chat_completion
 from cluster.serve.completions import completion
 from cluster.serve.engine_client import EngineClient
 from cluster.serve.errors import problem_of
-from cluster.serve.protocol import ChatCompletionRequest, CompletionRequest
+from cluster.serve.gate import Gate, Rules, respond
+from cluster.serve.metrics import render
+from cluster.serve.parsers import choose_tool_parser, has_reasoning
+from cluster.serve.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from cluster.serve.service import Service
 from cluster.serve.text import TextWorker
+from cluster.serve.tokenization import detokenize, tokenize
 from cluster.tokenizer import Tokenizer
 
 logger = logging.getLogger("ray.serve")
 VERSION = version("raydix")
 
 app = FastAPI(title="Raydix", version=VERSION, docs_url=None, redoc_url=None)
+app.add_middleware(Gate)
 
 
 @app.exception_handler(RaydixError)
@@ -41,10 +53,7 @@ app = FastAPI(title="Raydix", version=VERSION, docs_url=None, redoc_url=None)
 @app.exception_handler(Exception)
 async def answer_error(request: Request, error: Exception) -> Response:
     """Every error in OpenAI's form."""
-    problem = problem_of(error)
-    # Escaped to ASCII: a message may quote text of the request that UTF-8 cannot hold.
-    body = json.dumps(problem.body, separators=(",", ":"))
-    return Response(body, problem.status, problem.headers, "application/json")
+    return respond(problem_of(error))
 
 
 @serve.deployment(
@@ -60,23 +69,30 @@ async def answer_error(request: Request, error: Exception) -> Response:
 class Ingress:
     """Speaks HTTP and text; the engine speaks tokens. /health answers at once, the rest when the engine is up."""
 
-    async def __init__(self, engine: DeploymentHandle) -> None:
+    async def __init__(self, engine: DeploymentHandle, config: EngineConfig) -> None:
         self._engine = engine
+        self._config = config
         self._service: Service | None = None
         self._failure: Exception | None = None
         self._start_up = asyncio.create_task(self._start())
 
     async def _start(self) -> None:
+        # Serve makes `self.app` after this object; nothing is awaited in between, so no request comes before this.
+        self.app.state.rules = Rules(self._config)
         try:
             info = await self._engine.info.remote()
             tokenizer = await asyncio.to_thread(Tokenizer, info["model"])
             await asyncio.to_thread(lambda: tokenizer.token_bytes)  # built on first use; not on the first request
+            template = tokenizer.chat_template
             context = ray.get_runtime_context()
             self._service = Service(
                 model=info["served_model_name"],
                 max_seq_len=info["max_seq_len"],
                 engine=EngineClient(self._engine, tokenizer, context.get_node_id(), ray.util.get_node_ip_address()),
                 text=TextWorker(tokenizer, info["vocab_size"]),
+                config=self._config,
+                tool_parser=choose_tool_parser(self._config.tool_parser, template and template.source),
+                has_reasoning=has_reasoning(self._config.reasoning_parser, template and template.source),
             )
         except Exception as error:
             logger.exception("the ingress cannot start")
@@ -96,11 +112,19 @@ class Ingress:
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion)
     async def chat_completions(self, body: ChatCompletionRequest) -> Any:
-        return await chat_completion(self._ready_service(), body)
+        return await chat_completion(self._ready_service(), body, time.monotonic())
 
     @app.post("/v1/completions", response_model=Completion)
     async def completions(self, body: CompletionRequest) -> Any:
-        return await completion(self._ready_service(), body)
+        return await completion(self._ready_service(), body, time.monotonic())
+
+    @app.post("/tokenize")
+    async def tokenize(self, body: TokenizeRequest) -> Tokenized:
+        return await tokenize(self._ready_service(), body)
+
+    @app.post("/detokenize")
+    async def detokenize(self, body: DetokenizeRequest) -> Detokenized:
+        return await detokenize(self._ready_service(), body)
 
     @app.get("/v1/models")
     async def models(self) -> ModelList:
@@ -128,6 +152,12 @@ class Ingress:
         if problem is not None:
             raise EngineError(f"the engine is not ready: {problem}")
         return {"status": "ready", "stats": status["stats"]}
+
+    @app.get("/metrics")
+    async def metrics(self) -> Response:
+        service = self._ready_service()
+        text = render(service.model, service.engine.metrics, await service.engine.engine_metrics())
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/version")
     async def version(self) -> dict[str, str]:

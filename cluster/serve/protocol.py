@@ -9,13 +9,31 @@ Reference: https://platform.openai.com/docs/api-reference/chat and .../completio
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from cluster.errors import InvalidRequestError
 from cluster.serve.errors import ContextLengthError
+from cluster.serve.messages import (
+    MAX_TOOLS,
+    ChatMessage,
+    InvalidFieldError,
+    JsonObject,
+    NamedTool,
+    Text,
+    Tool,
+)
 from scheduler.sampling_params import SamplingParams
 
 MAX_CHOICES = 128
@@ -34,42 +52,44 @@ _SAMPLING_FIELDS = (
 )
 
 
-def _check_unicode(text: str) -> str:
-    """JSON can smuggle in half of a surrogate pair, which no tokenizer and no answer can hold."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"not valid Unicode: a lone surrogate at character {error.start}") from error
-    return text
+def _keep_messages(options: dict[str, Any]) -> dict[str, Any]:
+    """`chat_template_kwargs` must not overrule the request itself."""
+    taken = sorted({"messages", "add_generation_prompt", "tools"} & options.keys())
+    if taken:
+        raise ValueError(f"{', '.join(taken)} is a field of the request itself")
+    return options
 
 
-Text = Annotated[str, AfterValidator(_check_unicode)]
+TemplateOptions = Annotated[JsonObject, AfterValidator(_keep_messages)]
 
 
 class StreamOptions(BaseModel):
-    """`stream_options`: one last chunk with `usage` when `include_usage` is set."""
+    """`stream_options`: one last chunk with `usage` when `include_usage` is set; `continuous_usage_stats` adds the
+    counts so far to every chunk."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class GenerationRequest(BaseModel):
-    """Fields that chat and text completions share."""
+    """Fields that chat and text completions share.
+
+    Beside OpenAI's and vLLM's: `priority`, where larger goes first, and `timeout`, seconds from arrival to the last
+    token.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
     # Known to OpenAI or vLLM clients, not supported: allowed only with a value that changes nothing.
     neutral_only: ClassVar[dict[str, tuple[Any, ...]]] = {
         "best_of": (1,),
-        "echo": (False,),
         "frequency_penalty": (0,),
-        "include_stop_str_in_output": (False,),
         "logit_bias": ({},),
         "logprobs": (False,),
         "metadata": ({},),
         "presence_penalty": (0,),
-        "priority": (0,),
         "prompt_logprobs": (0,),
         "repetition_penalty": (1,),
         "response_format": ({"type": "text"},),
@@ -92,7 +112,10 @@ class GenerationRequest(BaseModel):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    include_stop_str_in_output: bool | None = None
     user: Text | None = None
+    priority: int | None = Field(None, ge=-(1 << 31), lt=1 << 31)
+    timeout: float | None = Field(None, gt=0)
 
     @model_validator(mode="before")
     @classmethod
@@ -110,7 +133,17 @@ class GenerationRequest(BaseModel):
     def _check_stream_options(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise InvalidFieldError("'stream_options' needs 'stream': true", "stream_options")
+        if self.stream_options is not None and self.continuous_usage and not self.with_usage:
+            raise InvalidFieldError("'continuous_usage_stats' needs 'include_usage': true", "stream_options")
         return self
+
+    @property
+    def with_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
     def choices(self) -> int:
@@ -154,42 +187,9 @@ class GenerationRequest(BaseModel):
             raise InvalidRequestError(f"{name}: {message}" if name else message, name) from error
 
 
-class InvalidFieldError(ValueError):
-    """A validator's error that knows its field, so that the answer's `param` can name it."""
-
-    def __init__(self, message: str, param: str) -> None:
-        super().__init__(message)
-        self.param = param
-
-
 def _same(value: Any, neutral: Any) -> bool:
     """Equal, without 0 == False and 1 == True."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-class TextPart(BaseModel):
-    """One part of a message's content. Only text is served."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    type: Literal["text"]
-    text: Text
-
-
-class ChatMessage(BaseModel):
-    """One message; `content` is a string or text parts."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
-    name: Text | None = None
-
-    def for_template(self) -> dict[str, str]:
-        """As chat templates expect it: plain text, and `developer` under its older name."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        return message if self.name is None else message | {"name": self.name}
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -198,15 +198,11 @@ class ChatCompletionRequest(GenerationRequest):
     neutral_only: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.neutral_only | {
         "audio": (),
         "chat_template": (),
-        "continue_final_message": (False,),
         "function_call": ("none", "auto"),
         "functions": ([],),
         "modalities": (["text"],),
-        "parallel_tool_calls": (True, False),
         "prediction": (),
         "reasoning_effort": (),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
         "top_logprobs": (0,),
         "web_search_options": (),
     }
@@ -214,16 +210,35 @@ class ChatCompletionRequest(GenerationRequest):
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
 
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _keep_messages(cls, options: dict[str, Any] | None) -> dict[str, Any] | None:
-        taken = sorted({"messages", "add_generation_prompt"} & (options or {}).keys())
-        if taken:
-            raise ValueError(f"{', '.join(taken)} is a field of the request itself")
-        _check_unicode(json.dumps(options, ensure_ascii=False))
-        return options
+    @model_validator(mode="after")
+    def _check_tools(self) -> ChatCompletionRequest:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise InvalidFieldError("two functions have the same name", "tools")
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise InvalidFieldError(f"there is no function '{choice.function.name}' in 'tools'", "tool_choice")
+        if choice == "required" and not names:
+            raise InvalidFieldError("'required' needs 'tools'", "tool_choice")
+        if self.offered_tools and self.continue_final_message:
+            raise InvalidFieldError("a message that is continued cannot call tools", "continue_final_message")
+        return self
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model hears of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @model_validator(mode="after")
+    def _check_continuation(self) -> ChatCompletionRequest:
+        check_continuation(self)
+        return self
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatCompletionRequest:
@@ -238,6 +253,27 @@ class ChatCompletionRequest(GenerationRequest):
         return super().token_limit
 
 
+def check_continuation(request: ChatCompletionRequest | TokenizeRequest) -> None:
+    """Raises InvalidFieldError if the final message cannot be continued."""
+    if not request.continue_final_message:
+        return
+    last = request.messages[-1]
+    if last.role != "assistant" or last.tool_calls:
+        raise InvalidFieldError("the last message must be the assistant's, with text only", "continue_final_message")
+    if request.add_generation_prompt:
+        raise InvalidFieldError(
+            "'add_generation_prompt' begins a new message, 'continue_final_message' goes on with the last: give one",
+            "add_generation_prompt",
+        )
+
+
+def _kind_of_prompt(prompt: Any) -> str:
+    if not isinstance(prompt, list):
+        return "str"
+    first = prompt[0] if prompt else None
+    return "list[str]" if isinstance(first, str) else "list[list[int]]" if isinstance(first, list) else "list[int]"
+
+
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions. `prompt`: text, token ids, or a list of either."""
 
@@ -246,7 +282,14 @@ class CompletionRequest(GenerationRequest):
         "suffix": ("",),
     }
 
-    prompt: Text | list[Text] | list[int] | list[list[int]]
+    prompt: Annotated[
+        Annotated[Text, Tag("str")]
+        | Annotated[list[Text], Tag("list[str]")]
+        | Annotated[list[int], Tag("list[int]")]
+        | Annotated[list[list[int]], Tag("list[list[int]]")],
+        Discriminator(_kind_of_prompt),  # trying each in turn takes long on a long list
+    ]
+    echo: bool | None = None
 
     @field_validator("prompt")
     @classmethod
@@ -268,3 +311,43 @@ class CompletionRequest(GenerationRequest):
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return self.prompt
+
+
+class _TextRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    model: Text | None = None
+
+
+class TokenizeRequest(_TextRequest):
+    """Body of POST /tokenize: `prompt`, or `messages` and how the chat template is to render them.
+
+    `add_special_tokens` is by default true for a prompt; a chat template writes its own.
+    """
+
+    prompt: Text | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+
+    @model_validator(mode="after")
+    def _one_input(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidFieldError("give 'prompt' or 'messages', one of them", "prompt")
+        if self.prompt is not None:
+            for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+                if getattr(self, name) is not None:
+                    raise InvalidFieldError(f"'{name}' goes with 'messages', not with 'prompt'", name)
+        else:
+            check_continuation(self)
+        return self
+
+
+class DetokenizeRequest(_TextRequest):
+    """Body of POST /detokenize."""
+
+    tokens: list[int]
+    skip_special_tokens: bool = False

@@ -6,19 +6,19 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from cluster.errors import UnknownModelError
+from cluster.config import EngineConfig
+from cluster.errors import InvalidRequestError, UnknownModelError
 from cluster.serve.answers import ModelCard, Usage
+from cluster.serve.engine_client import EngineClient, GroupOptions
 from cluster.serve.errors import ContextLengthError
+from cluster.serve.parsers import ToolParser
 from cluster.serve.protocol import GenerationRequest
 from cluster.serve.sse import DONE, EventStream, event, to_json
 from cluster.serve.streams import Delta, StreamGroup
 from cluster.serve.text import TextWorker
 from scheduler.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from cluster.serve.engine_client import EngineClient
 
 Answer = TypeVar("Answer")
 
@@ -31,6 +31,9 @@ class Service:
     max_seq_len: int
     engine: EngineClient
     text: TextWorker
+    config: EngineConfig
+    tool_parser: type[ToolParser] | None = None
+    has_reasoning: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -71,6 +74,29 @@ class Service:
             ]
         return pairs
 
+    def options(self, request: GenerationRequest, arrived: float, continues_text: bool) -> GroupOptions:
+        """How this request's streams are served.
+
+        Raises:
+            InvalidRequestError: a priority that the server's policy would not look at.
+        """
+        if request.priority and self.config.policy != "priority":
+            raise InvalidRequestError(
+                f"priority: this server admits requests by policy {self.config.policy}, which has no priorities; leave "
+                "it out, or start the server with --policy priority",
+                "priority",
+            )
+        limits = [limit for limit in (request.timeout, self.config.request_timeout) if limit is not None]
+        return GroupOptions(
+            arrived=arrived,
+            timeout=min(limits, default=None),
+            skip_special_tokens=request.skip_special_tokens is not False,
+            continues_text=continues_text,
+            include_stop=bool(request.include_stop_str_in_output),
+            priority=request.priority or 0,
+            user=request.user,
+        )
+
     async def answer(self, group: StreamGroup, count: UsageCounter, whole: Callable[[list[Choice]], Answer]) -> Answer:
         """The answer to a request without `stream`: `whole(choices)` once every choice has ended."""
         choices = [Choice() for _ in group.streams]
@@ -85,12 +111,11 @@ class Service:
     async def stream(
         self,
         group: StreamGroup,
-        count: UsageCounter,
-        begin: Sequence[str],
+        writer: ChunkWriter,
+        begin: Callable[[], Sequence[str]],
         chunks: Callable[[int, Delta], Sequence[str]],
-        usage_chunk: Callable[[Usage], str] | None,
     ) -> EventStream:
-        """The answer to a request with `stream`, once the first delta is there.
+        """The answer to a request with `stream`, once the first delta is there: `begin`'s chunks, then each delta's.
 
         Waiting for it keeps a status code for errors that come before any token.
         """
@@ -101,25 +126,20 @@ class Service:
             raise
 
         async def events() -> AsyncIterator[str]:
-            for payload in begin:
+            for payload in begin():
                 yield event(payload)
-            for payload in _counted(count, chunks, *first):
+            writer.count.add(*first)
+            for payload in chunks(*first):
                 yield event(payload)
             async for index, delta in group:
-                for payload in _counted(count, chunks, index, delta):
+                writer.count.add(index, delta)
+                for payload in chunks(index, delta):
                     yield event(payload)
-            if usage_chunk is not None:
-                yield event(usage_chunk(count.usage))
+            if writer.with_usage:
+                yield event(writer.usage())
             yield DONE
 
-        return EventStream(events(), lambda: self.engine.close_group(group))
-
-
-def _counted(
-    count: UsageCounter, chunks: Callable[[int, Delta], Sequence[str]], index: int, delta: Delta
-) -> Sequence[str]:
-    count.add(index, delta)
-    return chunks(index, delta)
+        return EventStream(events(), lambda: self.engine.close_group(group), self.config.slow_reader_timeout)
 
 
 @dataclass
@@ -155,17 +175,34 @@ class UsageCounter:
 
 
 class ChunkWriter:
-    """JSON of stream chunks. All but a few fields are the same in each chunk, so those are encoded once."""
+    """JSON of stream chunks. All but a few fields are the same in each chunk, so those are encoded once.
 
-    def __init__(self, answer_id: str, kind: str, model: str, with_usage: bool) -> None:
+    with_usage         the last chunk has the token counts
+    continuous_usage   so has every chunk, as far as they are
+    """
+
+    def __init__(
+        self,
+        answer_id: str,
+        kind: str,
+        model: str,
+        count: UsageCounter,
+        with_usage: bool = False,
+        continuous_usage: bool = False,
+    ) -> None:
         head = {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
+        self.count = count
+        self.with_usage = with_usage
         self._head = to_json(head)[:-1]
+        self._continuous_usage = continuous_usage
         self._tail = ',"usage":null}' if with_usage else "}"
 
     def choice(self, index: int, content: str, finish_reason: str | None) -> str:
         """A chunk of one choice; `content` is its own part, as JSON members: `"text":"..."`."""
         end = f'"logprobs":null,"finish_reason":{to_json(finish_reason)}'
-        return f'{self._head},"choices":[{{"index":{index},{content},{end}}}]{self._tail}'
+        tail = f',"usage":{self.count.usage.model_dump_json()}}}' if self._continuous_usage else self._tail
+        return f'{self._head},"choices":[{{"index":{index},{content},{end}}}]{tail}'
 
-    def usage(self, usage: Usage) -> str:
-        return f'{self._head},"choices":[],"usage":{usage.model_dump_json()}}}'
+    def usage(self) -> str:
+        """The last chunk."""
+        return f'{self._head},"choices":[],"usage":{self.count.usage.model_dump_json()}}}'

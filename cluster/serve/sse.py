@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+import time
 from collections.abc import AsyncIterator, Callable
 
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from cluster.serve.errors import problem_of
+
+logger = logging.getLogger(__name__)
 
 DONE = "data: [DONE]\n\n"
 
@@ -24,18 +29,60 @@ def event(payload: str) -> str:
 
 
 class EventStream(StreamingResponse):
-    """Streams events; `on_close` runs when the answer ends in any way, also when the client leaves."""
+    """Streams events; `on_close` runs when the answer ends in any way, also when the client leaves.
 
-    def __init__(self, events: AsyncIterator[str], on_close: Callable[[], None]) -> None:
+    A client that takes nothing for `read_timeout` seconds, while the server's buffer for it is full, loses the stream.
+    """
+
+    def __init__(self, events: AsyncIterator[str], on_close: Callable[[], None], read_timeout: float) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(_with_errors(events), media_type="text/event-stream", headers=headers)
         self._on_close = on_close
+        self._read_timeout = read_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watch = ReaderWatch(send, self._read_timeout)
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, watch.send)
+        except asyncio.CancelledError:
+            if not watch.too_slow:
+                raise
+            logger.warning("a client read nothing for %g s; its stream is closed", self._read_timeout)
         finally:
+            watch.stop()
             self._on_close()
+
+
+class ReaderWatch:
+    """Cancels the current task when one `send` takes longer than `timeout` seconds.
+
+    One timer for the whole stream instead of one per chunk.
+    """
+
+    def __init__(self, send: Send, timeout: float) -> None:
+        self.too_slow = False
+        self._send = send
+        self._timeout = timeout
+        self._task = asyncio.current_task()
+        self._sending_since: float | None = None
+        self._timer = asyncio.get_running_loop().call_later(timeout, self._check)
+
+    async def send(self, message: Message) -> None:
+        self._sending_since = time.monotonic()
+        await self._send(message)
+        self._sending_since = None
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        since = self._sending_since
+        left = self._timeout if since is None else since + self._timeout - time.monotonic()
+        if left <= 0:
+            self.too_slow = True
+            self._task.cancel()
+        else:
+            self._timer = asyncio.get_running_loop().call_later(left, self._check)
 
 
 async def _with_errors(events: AsyncIterator[str]) -> AsyncIterator[str]:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from cluster.detokenizer import IncrementalDetokenizer
 from cluster.errors import EngineClosedError, EngineError, RaydixError
+from cluster.serve.metrics import IngressMetrics
 from cluster.serve.side_channel import StepMessage
 from scheduler.outputs import FinishReason
 
@@ -50,14 +52,25 @@ class Delta:
 class TokenStream:
     """One choice of one request. `advance` runs in the receiving thread, everything else in the event loop."""
 
-    def __init__(self, stream_id: int, detokenizer: IncrementalDetokenizer, group: StreamGroup, index: int) -> None:
+    def __init__(
+        self,
+        stream_id: int,
+        detokenizer: IncrementalDetokenizer,
+        group: StreamGroup,
+        index: int,
+        arrived: float,
+        include_stop: bool = False,
+    ) -> None:
         self.stream_id = stream_id
         self.group = group
         self.index = index
+        self.arrived = arrived  # `time.monotonic()` of the HTTP request
+        self.last_token: float | None = None  # when the latest token came
         self.pending: Delta | None = None
         self.ended = False  # the last delta was posted
         self.engine_ended = False  # the engine knows that the request is over
         self._detokenizer = detokenizer
+        self._include_stop = include_stop
         self._silent_tokens = 0  # tokens whose text is not complete yet
 
     def advance(self, token: int, finish: int, cached_tokens: int, failure: str | None) -> Delta | None:
@@ -66,8 +79,8 @@ class TokenStream:
             return Delta(error=EngineError(failure or "the engine could not finish this request"))
         if finish == FinishReason.ABORT:
             return Delta(error=EngineClosedError("the request was aborted by the engine"))
-        # The stop token itself is counted but has no text.
-        ids = [token] if token >= 0 and finish != FinishReason.STOP else []
+        # The stop token itself is counted; it is text only for those who asked for it.
+        ids = [token] if token >= 0 and (finish != FinishReason.STOP or self._include_stop) else []
         part = self._detokenizer.add(ids, finished=finish != FinishReason.NONE)
         self._silent_tokens += token >= 0
         reason = None
@@ -85,15 +98,16 @@ class TokenStream:
 class StreamGroup:
     """The choices of one HTTP request, read as one sequence of (choice index, delta). Lives in the event loop.
 
-    Iteration ends when every choice has ended. An error of any choice is raised.
+    Iteration ends when every choice has ended. An error of any choice is raised, and so is `fail`'s.
     """
 
-    def __init__(self, on_end: Callable[[TokenStream], None]) -> None:
+    def __init__(self, on_end: Callable[[TokenStream, Delta], None]) -> None:
         self.streams: list[TokenStream] = []
         self._on_end = on_end
         self._open = 0
         self._ready: deque[TokenStream] = deque()
         self._wake = asyncio.Event()
+        self._failure: RaydixError | None = None
 
     def add(self, stream: TokenStream) -> None:
         self.streams.append(stream)
@@ -105,7 +119,7 @@ class StreamGroup:
             return
         if delta.is_last:
             stream.ended = True
-            self._on_end(stream)
+            self._on_end(stream, delta)
         if stream.pending is not None:
             stream.pending.merge(delta)
         else:
@@ -113,15 +127,22 @@ class StreamGroup:
             self._ready.append(stream)
             self._wake.set()
 
+    def fail(self, error: RaydixError) -> None:
+        """End the whole group: its reader gets this error next."""
+        self._failure = error
+        self._wake.set()
+
     def __aiter__(self) -> StreamGroup:
         return self
 
     async def __anext__(self) -> tuple[int, Delta]:
         if not self._ready and self._open == 0:
             raise StopAsyncIteration
-        while not self._ready:
+        while not self._ready and self._failure is None:
             self._wake.clear()
             await self._wake.wait()
+        if self._failure is not None:
+            raise self._failure
         stream = self._ready.popleft()
         delta, stream.pending = stream.pending, None
         self._open -= delta.is_last
@@ -133,17 +154,25 @@ class StreamGroup:
 class StreamTable:
     """Every open stream of an ingress by id. `on_message` is the step receiver's callback."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, metrics: IngressMetrics) -> None:
         self._loop = loop
+        self._metrics = metrics
         self._ids = itertools.count(1)
         self._streams: dict[int, TokenStream] = {}
 
     def __len__(self) -> int:
         return len(self._streams)
 
-    def open(self, detokenizer: IncrementalDetokenizer, group: StreamGroup, index: int) -> TokenStream:
+    def open(
+        self,
+        detokenizer: IncrementalDetokenizer,
+        group: StreamGroup,
+        index: int,
+        arrived: float,
+        include_stop: bool = False,
+    ) -> TokenStream:
         """A new stream, known to the receiving thread from now on."""
-        stream = TokenStream(next(self._ids), detokenizer, group, index)
+        stream = TokenStream(next(self._ids), detokenizer, group, index, arrived, include_stop)
         group.add(stream)
         self._streams[stream.stream_id] = stream
         return stream
@@ -159,11 +188,18 @@ class StreamTable:
             self._loop.call_soon_threadsafe(_deliver, posts)
 
     def _advance(self, message: StepMessage) -> Iterator[tuple[TokenStream, Delta, bool]]:
+        now, first, later = time.monotonic(), [], []
         columns = (message.stream_ids, message.tokens, message.finish, message.cached_tokens)
         for stream_id, token, finish, cached in zip(*(column.tolist() for column in columns), strict=True):
             stream = self._streams.get(stream_id)
             if stream is None:  # its reader left
                 continue
+            if token >= 0:
+                if stream.last_token is None:
+                    first.append(now - stream.arrived)
+                else:
+                    later.append(now - stream.last_token)
+                stream.last_token = now
             try:
                 delta = stream.advance(token, finish, cached, message.errors.get(stream_id))
             except Exception:  # one stream's text must not stop the others'
@@ -173,6 +209,7 @@ class StreamTable:
                 if delta.is_last:
                     self.forget(stream)
                 yield stream, delta, finish != FinishReason.NONE
+        self._metrics.tokens(first, later)
 
 
 def _deliver(posts: list[tuple[TokenStream, Delta, bool]]) -> None:

@@ -1,27 +1,48 @@
-"""Text to tokens, off the event loop."""
+"""Text to tokens and back, off the event loop."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from cluster.errors import InvalidRequestError
+from cluster.serve.messages import ChatMessage
+from cluster.serve.parsers import reasoning
 from cluster.tokenizer import Tokenizer
 
-THREADS = 2  # one long prompt must not hold up a short one
+LONG = 1 << 16  # characters: texts from here on wait for each other, so that they never hold up a short one
+SHORT_THREADS = 2
 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class ChatRendering:
+    """How the chat template is called.
+
+    continue_final   leave the last message open, so that the answer continues it
+    suffix           what the answer is made to begin with
+    variables        template variables
+    """
+
+    add_generation_prompt: bool = True
+    continue_final: bool = False
+    suffix: str = ""
+    variables: dict[str, Any] = field(default_factory=dict)
+
+
 class TextWorker:
-    """Encodes prompts in a small thread pool, so that a long prompt never stops other streams."""
+    """Encodes prompts in threads, so that a long prompt never stops other streams (the tokenizer gives up the GIL)."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="raydix-encode")
+        self._short = ThreadPoolExecutor(SHORT_THREADS, thread_name_prefix="raydix-encode")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="raydix-encode-long")
 
     async def encode(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a completion prompt; ids pass through after a check.
@@ -30,26 +51,83 @@ class TextWorker:
             InvalidRequestError: the prompt is empty or holds an id outside the vocabulary.
         """
         if isinstance(prompt, str):
-            ids = await self._run(lambda: self.tokenizer.encode(prompt)) if prompt else []
+            ids = await self.encode_text(prompt)
         else:
             ids = prompt
-            bad = next((token for token in ids if not 0 <= token < self._vocab_size), None)
-            if bad is not None:
-                raise InvalidRequestError(f"prompt: token id {bad} is outside 0..{self._vocab_size - 1}", "prompt")
+            self.check_ids(ids, "prompt")
         if not ids:
             raise InvalidRequestError("prompt: the prompt is empty; give at least one token of text", "prompt")
         return ids
 
-    async def encode_chat(self, messages: list[dict[str, str]], options: dict[str, Any]) -> list[int]:
-        """Token ids of a conversation through the model's chat template, which writes its own BOS if it wants one.
+    async def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, which may be empty."""
+        if not text:
+            return []
+        return await self._run(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
+
+    async def encode_chat(
+        self, messages: Sequence[ChatMessage], rendering: ChatRendering, add_special_tokens: bool = False
+    ) -> tuple[list[int], str]:
+        """Token ids and text of a conversation through the model's chat template, which writes its own BOS if it
+        wants one.
 
         Raises:
             InvalidRequestError: the template refuses these messages, or there is no template.
         """
-        return await self._run(lambda: self.tokenizer.apply_chat_template(messages, **options))
 
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        def work() -> tuple[list[int], str]:
+            text = render_chat(self.tokenizer, messages, rendering)
+            return self.tokenizer.encode(text, add_special_tokens), text
+
+        return await self._run(sum(message.size for message in messages), work)
+
+    async def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        """The text of a whole sequence."""
+        return await self._run(len(ids), lambda: self.tokenizer.decode(ids, skip_special_tokens))
+
+    async def token_strings(self, ids: list[int]) -> list[str]:
+        """Each token as it stands in the vocabulary; empty for an id that the tokenizer does not know."""
+        name = self.tokenizer.backend.id_to_token
+        return await self._run(len(ids), lambda: [name(token) or "" for token in ids])
+
+    def check_ids(self, ids: list[int], param: str) -> None:
+        """Raises InvalidRequestError for an id outside the model's vocabulary."""
+        bad = next((token for token in ids if not 0 <= token < self._vocab_size), None)
+        if bad is not None:
+            raise InvalidRequestError(f"{param}: token id {bad} is outside 0..{self._vocab_size - 1}", param)
+
+    async def _run(self, size: int, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._long if size >= LONG else self._short, work)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._short, self._long):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+def render_chat(tokenizer: Tokenizer, messages: Sequence[ChatMessage], rendering: ChatRendering) -> str:
+    """The conversation as the model reads it, up to where its answer begins.
+
+    Raises:
+        InvalidRequestError: the template refuses these messages, or does not write the last one where it is to be
+            continued.
+    """
+    plain = [message.for_template() for message in messages]
+    if not rendering.continue_final:
+        text = tokenizer.render_chat(
+            plain, add_generation_prompt=rendering.add_generation_prompt, **rendering.variables
+        )
+        return begun(text, rendering.suffix)
+    # Templates trim messages and end them with tokens of their own: a mark tells where the last one ends.
+    mark = secrets.token_hex(16)
+    plain[-1] = plain[-1] | {"content": plain[-1]["content"] + mark}
+    text, found, _ = tokenizer.render_chat(plain, add_generation_prompt=False, **rendering.variables).rpartition(mark)
+    if not found:
+        raise InvalidRequestError("the model's chat template cannot continue a message", "continue_final_message")
+    return text
+
+
+def begun(text: str, answer: str) -> str:
+    """A rendered chat and the beginning of its answer, which comes after any reasoning."""
+    if answer and reasoning.is_open(text):
+        text += f"\n{reasoning.CLOSE}\n\n"
+    return text + answer

@@ -15,6 +15,11 @@ from cluster.serve.service import ChunkWriter, UsageCounter
 from cluster.serve.streams import Delta
 
 HELLO = [{"role": "user", "content": "hello"}]
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def call(arguments):
+    return {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": arguments}}
 
 
 def chat(**fields):
@@ -61,6 +66,18 @@ def problem(make, /, **fields):
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"logprobs": True}, "logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [ADD, ADD]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, "messages.0.tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call("[1]")]}]}, "messages.0.tool_calls.0.function.argum"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call("{")]}]}, "messages.0.tool_calls.0.function.argum"),
+        ({"messages": [{"role": "assistant"}]}, "messages.0.content"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+        ({"timeout": 0}, "timeout"),
+        ({"priority": 1 << 31}, "priority"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
@@ -156,6 +173,28 @@ def test_messages_become_plain_text_for_the_template():
     ]
 
 
+def test_tool_messages_become_what_templates_expect():
+    request = chat(
+        messages=[
+            {"role": "assistant", "content": None, "tool_calls": [call('{"a": 1}')]},
+            {"role": "tool", "content": "2", "tool_call_id": "call_1"},
+        ],
+        tools=[ADD],
+    )
+    assistant, tool = [message.for_template() for message in request.messages]
+    assert assistant["content"] == ""
+    assert assistant["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+    assert tool == {"role": "tool", "content": "2", "tool_call_id": "call_1"}
+    assert request.offered_tools[0].for_template() == ADD
+    assert chat(tools=[ADD], tool_choice="none").offered_tools == []
+
+
+def test_a_body_with_many_mistakes_gets_a_short_answer():
+    answer = problem(text, prompt=[1] + ["a"] * 10_000)
+    assert answer.param.startswith("prompt")
+    assert len(answer.message) < 5_000
+
+
 def test_usage_counts_each_prompt_once():
     count = UsageCounter([[1, 2, 3], [4]], choices=2)
     for index, delta in [(0, Delta("a", 2, 2)), (1, Delta("b", 3, 3)), (2, Delta("c", 1, 0)), (0, Delta("d", 1, 2))]:
@@ -166,14 +205,18 @@ def test_usage_counts_each_prompt_once():
 def test_chunks_are_json_with_the_text_as_it_is():
     import json
 
-    writer = ChunkWriter("id-1", "text_completion", 'a "model"', with_usage=True)
+    count = UsageCounter([[1, 2, 3]], choices=1)
+    writer = ChunkWriter("id-1", "text_completion", 'a "model"', count, with_usage=True)
     chunk = json.loads(writer.choice(2, '"text":"x"', "stop"))
     assert chunk["choices"] == [{"index": 2, "text": "x", "logprobs": None, "finish_reason": "stop"}]
     assert chunk["model"] == 'a "model"'
     assert chunk["usage"] is None
-    last = json.loads(writer.usage(Usage.count(3, 4, 2)))
+    count.add(0, Delta("x", 4, 2))
+    last = json.loads(writer.usage())
     assert last["choices"] == []
     assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+    writer = ChunkWriter("id-1", "text_completion", "m", count, with_usage=True, continuous_usage=True)
+    assert json.loads(writer.choice(0, '"text":"x"', None))["usage"]["completion_tokens"] == 4
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
 
 from cluster.detokenizer import TextDelta
 from cluster.errors import EngineClosedError, EngineError
+from cluster.serve.metrics import IngressMetrics
 from cluster.serve.side_channel import StepMessage
 from cluster.serve.streams import Delta, StreamGroup, StreamTable
 from scheduler.outputs import FinishReason
@@ -41,12 +43,13 @@ def step(*entries, errors=None):
 
 @pytest.fixture
 async def table():
-    return StreamTable(asyncio.get_running_loop())
+    return StreamTable(asyncio.get_running_loop(), IngressMetrics())
 
 
-def open_group(table, *detokenizers, on_end=lambda stream: None):
+def open_group(table, *detokenizers, on_end=lambda stream, last: None, include_stop=False):
     group = StreamGroup(on_end)
-    ids = [table.open(detokenizer, group, index).stream_id for index, detokenizer in enumerate(detokenizers)]
+    now = time.monotonic()
+    ids = [table.open(each, group, index, now, include_stop).stream_id for index, each in enumerate(detokenizers)]
     return group, ids
 
 
@@ -96,7 +99,7 @@ async def test_a_finish_without_a_token_counts_none(table):
 
 async def test_a_stop_string_ends_the_stream_before_the_engine_does(table):
     ended = []
-    group, (a,) = open_group(table, Letters(stop="z"), on_end=ended.append)
+    group, (a,) = open_group(table, Letters(stop="z"), on_end=lambda stream, last: ended.append(stream))
     await receive(table, step((a, 1, NONE)), step((a, 26, NONE)), step((a, 2, NONE)))
     assert await read(group) == [(0, Delta("a", 2, 16, "stop"))]
     assert [stream.engine_ended for stream in ended] == [False]
@@ -130,3 +133,27 @@ async def test_forgotten_streams_are_ignored(table):
     table.forget(group.streams[0])
     await receive(table, step((a, 1, NONE)))
     assert group.streams[0].pending is None
+
+
+async def test_the_stop_token_is_text_for_those_who_asked(table):
+    group, (a,) = open_group(table, Letters(), include_stop=True)
+    await receive(table, step((a, 1, NONE), (a, 2, STOP)))
+    assert await read(group) == [(0, Delta("ab", 2, 16, "stop"))]
+
+
+async def test_a_group_that_is_failed_wakes_its_reader(table):
+    group, _ = open_group(table, Letters())
+    reader = asyncio.create_task(read(group))
+    await asyncio.sleep(0)
+    group.fail(EngineError("too late"))
+    with pytest.raises(EngineError, match="too late"):
+        await asyncio.wait_for(reader, 5)
+
+
+async def test_latencies_are_measured_where_tokens_arrive():
+    metrics = IngressMetrics()
+    table = StreamTable(asyncio.get_running_loop(), metrics)
+    _, (a, b) = open_group(table, Letters(), Letters())
+    await receive(table, step((a, 1, NONE), (b, 1, NONE)), step((a, 2, NONE), (b, -1, LENGTH)), step((a, 3, LENGTH)))
+    assert sum(metrics.first_token.snapshot()["counts"]) == 2
+    assert sum(metrics.between_tokens.snapshot()["counts"]) == 2

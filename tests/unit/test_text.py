@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import threading
 import time
 
 import pytest
@@ -10,11 +12,13 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from cluster.errors import InvalidRequestError
-from cluster.serve.text import TextWorker
+from cluster.serve.messages import ChatMessage
+from cluster.serve.text import LONG, ChatRendering, TextWorker
 from cluster.tokenizer import Tokenizer
 from tests.unit import tiny_tokenizers
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}{{ extra }}"
+HELLO = [ChatMessage(role="user", content="hello")]
 
 
 @pytest.fixture
@@ -32,15 +36,15 @@ def worker(tmp_path):
 async def test_a_prompt_and_a_chat_begin_with_one_bos(worker):
     bos = worker.tokenizer.backend.token_to_id("<s>")
     prompt = await worker.encode("hello")
-    chat = await worker.encode_chat([{"role": "user", "content": "hello"}], {})
+    chat, _ = await worker.encode_chat(HELLO, ChatRendering())
     for ids in (prompt, chat):
         assert ids[0] == bos
         assert ids.count(bos) == 1
 
 
 async def test_template_options_reach_the_template(worker):
-    messages = [{"role": "user", "content": "hello"}]
-    plain, extra = await worker.encode_chat(messages, {}), await worker.encode_chat(messages, {"extra": " there"})
+    plain, _ = await worker.encode_chat(HELLO, ChatRendering())
+    extra, _ = await worker.encode_chat(HELLO, ChatRendering(variables={"extra": " there"}))
     assert extra[: len(plain)] == plain
     assert worker.tokenizer.decode(extra[len(plain) :]) == " there"
 
@@ -58,18 +62,52 @@ async def test_token_ids_pass_through(worker):
 
 async def test_a_slow_prompt_stops_neither_the_loop_nor_the_next_prompt():
     class Slow:
-        def encode(self, text):
-            time.sleep(0.5 if text == "long" else 0)
+        def encode(self, text, add_special_tokens):
+            time.sleep(0 if text == "short" else 0.2)
             return [1]
 
     worker = TextWorker(Slow(), vocab_size=10)
     try:
-        slow = asyncio.create_task(worker.encode("long"))
+        slow = asyncio.gather(*(worker.encode("long" * LONG) for _ in range(4)))
         await asyncio.sleep(0)
         start = time.monotonic()
         assert await worker.encode("short") == [1]
-        assert time.monotonic() - start < 0.3
+        assert time.monotonic() - start < 0.5
         assert not slow.done()
-        assert await slow == [1]
+        assert await slow == [[1]] * 4
     finally:
         worker.close()
+
+
+async def test_other_threads_run_while_a_long_text_is_encoded(worker):
+    text = "".join(random.Random(3).choices("abcdefgh ", k=1_000_000))
+    longest, ended = 0.0, False
+
+    def tick():
+        nonlocal longest
+        last = time.monotonic()
+        while not ended:
+            time.sleep(0.001)
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    start = time.monotonic()
+    ids = await worker.encode(text)
+    took = time.monotonic() - start
+    ended = True
+    ticking.join()
+    assert worker.tokenizer.decode(ids) == text
+    assert longest < max(0.1, took / 3)  # it would be all of the time if the GIL were kept
+
+
+async def test_a_message_that_is_continued_stays_open(worker):
+    messages = [*HELLO, ChatMessage(role="assistant", content="The <|im_end|> is ")]
+    _, text = await worker.encode_chat(messages, ChatRendering(continue_final=True))
+    assert text == "<s><|im_start|>hello<|im_end|><|im_start|>The <|im_end|> is "
+
+
+async def test_a_forced_beginning_comes_after_reasoning(worker):
+    _, text = await worker.encode_chat(HELLO, ChatRendering(suffix="{", variables={"extra": "<think>\n"}))
+    assert text.endswith("<|im_end|><think>\n\n</think>\n\n{")
