@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import secrets
-import sys
 import threading
-import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +18,7 @@ from cluster.detokenizer import IncrementalDetokenizer
 from cluster.engine import Engine, EngineInfo
 from cluster.errors import EngineClosedError, EngineError, InvalidRequestError, OverloadedError
 from cluster.progress import Progress, no_progress
+from cluster.progress_bar import ProgressBar, progress_bar
 from cluster.tokenizer import Tokenizer
 from scheduler.outputs import FinishReason, StepOutputs
 from scheduler.request import InvalidRequest, Request
@@ -123,7 +121,7 @@ class LLM:
         """
         with self._turn:
             streams = self._make_streams(_as_list(prompts), sampling_params)
-            with _progress_bar(len(streams), shown=progress) as bar:
+            with progress_bar(len(streams), shown=progress) as bar:
                 self._run(streams, bar)
         return [stream.output() for stream in streams]
 
@@ -276,40 +274,3 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], (int, np.integer))):
         return [prompts]
     return list(prompts)
-
-
-class ProgressBar:
-    """Counts finished requests and their tokens; shows nothing."""
-
-    def finished(self, tokens: int) -> None:
-        """One more request has finished, with so many tokens."""
-
-
-class RichProgressBar(ProgressBar):
-    """Shows them on a terminal."""
-
-    def __init__(self, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn as Bar
-        from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (Bar(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeElapsedColumn())
-        self.display = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self.display.add_task("", total=total, rate="")
-        self._tokens = 0
-        self._start = time.monotonic()
-
-    def finished(self, tokens: int) -> None:
-        self._tokens += tokens
-        rate = self._tokens / max(time.monotonic() - self._start, 1e-6)
-        self.display.update(self._task, advance=1, rate=f"{rate:.0f} tok/s")
-
-
-@contextlib.contextmanager
-def _progress_bar(total: int, shown: bool) -> Iterator[ProgressBar]:
-    if not shown or not sys.stderr.isatty():
-        yield ProgressBar()
-        return
-    bar = RichProgressBar(total)
-    with bar.display:
-        yield bar

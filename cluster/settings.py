@@ -1,0 +1,65 @@
+"""What `EngineConfig` means for the parts: the group of ranks and the scheduler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cluster.config import EngineConfig
+from cluster.errors import ConfigError
+from cluster.handshake import GroupInfo
+from cluster.worker_group import GroupConfig
+from scheduler.config import SchedulerConfig
+from worker.config import WorkerConfig
+
+
+def group_config(config: EngineConfig, model_path: Path, device: str, may_grow: bool) -> GroupConfig:
+    """Settings of the group. `device` is "cpu" or "cuda"; `may_grow`: nodes can join the cluster.
+
+    Ranks that share a card use gloo, since NCCL wants a card for each; gloo's collectives run on the host, so their
+    steps are not captured into graphs.
+    """
+    share = config.gpus_per_rank
+    shares_card = device == "cuda" and share < 1
+    worker = WorkerConfig(
+        model_path=str(model_path),
+        load_format=config.load_format,
+        tp_size=config.tp_size,
+        device=device,
+        dtype=config.dtype,
+        page_size=config.page_size,
+        num_pages=config.num_pages,
+        max_running_requests=config.max_running_requests,
+        max_seq_len=config.max_seq_len,
+        max_step_tokens=config.max_step_tokens,
+        kv_layout=config.kv_layout,
+        memory_utilization=config.gpu_memory_utilization * (share if shares_card else 1.0),
+        use_graphs=not (shares_card and config.tp_size > 1),
+    )
+    return GroupConfig(
+        worker=worker,
+        resources={"GPU": share} if device == "cuda" else {"CPU": 1.0},
+        backend="nccl" if device == "cuda" and not shares_card else "gloo",
+        placement_timeout=config.placement_timeout,
+        start_timeout=config.start_timeout,
+        step_timeout=config.step_timeout,
+        may_grow=may_grow,
+    )
+
+
+def scheduler_config(config: EngineConfig, group: GroupInfo, eos_token_ids: tuple[int, ...]) -> SchedulerConfig:
+    """Settings of the scheduler, once the ranks have said what they hold. Raises ConfigError."""
+    try:
+        return SchedulerConfig(
+            num_pages=group.num_pages,
+            page_size=config.page_size,
+            max_running_requests=config.max_running_requests,
+            max_seq_len=group.max_seq_len,
+            max_step_tokens=config.max_step_tokens,
+            cache_type=config.cache_type,
+            overlap_depth=config.overlap_depth,
+            policy=config.policy,
+            eos_token_ids=eos_token_ids,
+            pad_sizes=group.graph_sizes,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
