@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.cli.flags import positive_int
-from cluster.cli.output import Timeline, check_json_path, write_json
+from cluster.cli.output import check_json_path, write_json
+from cluster.cli.simulate_real import calibrate, differences, run_real
 from cluster.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -107,21 +107,22 @@ def run(args: argparse.Namespace) -> int:
     check_plot(args.plot)
     if args.calibrate:
         return calibrate(args)
+    policies, routers = chosen(args)
     if args.compare_real and not args.calibration:
         raise ConfigError("--compare-real needs --calibration FILE, made by --calibrate FILE on this machine")
     trace = make_trace(args)
     cost, model, num_pages = make_cost(args)
     config = scheduler_config(args, trace, model, num_pages, cpu=bool(args.calibration))
     results = []
-    for policy in names(args.policy, POLICY_ALIASES):
-        for router in names(args.router, {}):
+    for policy in policies:
+        for router in routers:
             results.append(simulate_one(args, trace, config, policy, router, cost, model))
     settings = {name: value for name, value in vars(args).items() if name != "run"}
     settings |= {"num_pages": config.num_pages, "max_seq_len": config.max_seq_len}
     title = describe(args, trace, config)
     report = {"settings": finite(settings)}
     if args.compare_real:
-        measured = run_real(args, trace, config)
+        measured = run_real(args, trace, replace(config, policy=policies[0]))
         report["difference"] = differences(results[0], measured)
         results += measured
     print_report(title, results)
@@ -209,9 +210,26 @@ def scheduler_config(
         raise ConfigError(str(error)) from error
 
 
-def names(text: str, aliases: dict[str, str]) -> list[str]:
+def chosen(args: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """The policies and the routers to run. Raises ConfigError for an unknown one."""
+    from cluster.simulate.routers import ROUTERS
+    from scheduler.policies import POLICIES
+
+    policies = [POLICY_ALIASES.get(name, name) for name in names(args.policy)]
+    routers = names(args.router)
+    for kind, given, known in (
+        ("policy", policies, [*POLICIES, *POLICY_ALIASES]),
+        ("router", routers, list(ROUTERS)),
+    ):
+        unknown = [name for name in given if name not in known]
+        if unknown or not given:
+            raise ConfigError(f"unknown {kind} {unknown[0] if unknown else ''!r}; known are {', '.join(known)}")
+    return policies, routers
+
+
+def names(text: str) -> list[str]:
     """The names in a comma-separated list."""
-    return [aliases.get(name, name) for name in (part.strip() for part in text.split(",")) if name]
+    return [name for name in (part.strip() for part in text.split(",")) if name]
 
 
 def simulate_one(
@@ -230,13 +248,7 @@ def fleet_spec(
     args: argparse.Namespace, config: SchedulerConfig, router: str, cost: StepCost, model: ModelShape | None
 ) -> FleetSpec:
     from cluster.simulate.fleet import FleetSpec
-    from cluster.simulate.routers import ROUTERS
-    from scheduler.policies import POLICIES
 
-    if config.policy not in POLICIES:
-        raise ConfigError(f"unknown policy {config.policy!r}; known are {', '.join([*POLICIES, *POLICY_ALIASES])}")
-    if router not in ROUTERS:
-        raise ConfigError(f"unknown router {router!r}; known are {', '.join(ROUTERS)}")
     vocab_size = model.vocab_size if model else cost.vocab_size
     return FleetSpec(
         config, vocab_size, args.replicas, args.tp_size, router, args.report_interval, args.seed, args.jobs
@@ -252,74 +264,6 @@ def describe(args: argparse.Namespace, trace: Trace, config: SchedulerConfig) ->
         f"{trace.name}: {len(trace.requests):,} requests, {trace.prompt_tokens:,} prompt and "
         f"{trace.output_tokens:,} output tokens; {machine}, {config.num_pages:,} pages of {config.page_size}"
     )
-
-
-def calibrate(args: argparse.Namespace) -> int:
-    """Measures this machine's CPU engine and writes the cost model."""
-    from cluster.model_files import resolve_model
-    from cluster.simulate.calibrate import fit, measure
-    from cluster.simulate.real_engine import MeasuredWorker, load_runner
-    from scheduler.config import SchedulerConfig
-
-    check_json_path(args.calibrate)
-    timeline = Timeline()
-    path = resolve_model(args.model, timeline)
-    running, max_seq_len = args.max_running_requests or 16, args.max_seq_len or 1024
-    config = SchedulerConfig(
-        num_pages=running * -(-max_seq_len // args.page_size), page_size=args.page_size,
-        max_running_requests=running, max_seq_len=max_seq_len, max_step_tokens=args.max_step_tokens or 256,
-        cache_type="naive", overlap_depth=1,
-    )  # fmt: skip
-    runner = load_runner(path, config, timeline)
-    vocab_size = runner.model_info.vocab_size
-    measured, host_seconds = measure(MeasuredWorker(runner), config, vocab_size, args.repeats, timeline)
-    cost = fit(measured, host_seconds, path.name, vocab_size, args.page_size)
-    timeline.done()
-    cost.save(Path(args.calibrate).expanduser())
-    print(
-        f"{cost.model}: {cost.fit['steps']} steps of {cost.fit['shapes']} shapes, error of the fit: mean "
-        f"{cost.fit['mean_error']:.1%}, p90 {cost.fit['p90_error']:.1%}, largest {cost.fit['max_error']:.1%}; "
-        f"written to {args.calibrate}"
-    )
-    return 0
-
-
-def run_real(args: argparse.Namespace, trace: Trace, config: SchedulerConfig) -> list[RunResult]:
-    """The same trace on the CPU engine of this process, `--repeats` times."""
-    from cluster.model_files import resolve_model
-    from cluster.simulate.fleet import FleetSpec, simulate
-    from cluster.simulate.real_engine import MeasuredWorker, check_single_turn, load_runner, run_in_real_time
-
-    check_single_turn(trace)
-    timeline = Timeline()
-    runner = load_runner(resolve_model(args.model, timeline), config, timeline)
-    vocab_size = runner.model_info.vocab_size
-    config = replace(config, policy=names(args.policy, POLICY_ALIASES)[0])
-    spec = FleetSpec(config, vocab_size, window=args.report_interval)
-    results = []
-    for number in range(1, args.repeats + 1):
-        timeline(f"serving the trace, run {number} of {args.repeats}")
-        label = f"CPU engine, {args.clock} clock, {number}"
-        if args.clock == "wall":
-            results.append(run_in_real_time(label, trace, config, runner, vocab_size))
-        else:
-            results.append(simulate(label, trace, spec, lambda: MeasuredWorker(runner)))
-    timeline.done()
-    return results
-
-
-def differences(predicted: RunResult, measured: list[RunResult]) -> dict[str, float]:
-    """The prediction relative to the median of the measurements, less 1."""
-
-    def values(result: RunResult) -> dict[str, float]:
-        summary = result.summary()
-        flat = {key: summary[key] for key in ("output_tokens_per_s", "seconds")}
-        for key in ("ttft_s", "itl_s", "e2e_s"):
-            flat |= {f"{key} {part}": summary[key][part] for part in ("mean", "p50", "p90", "p99")}
-        return flat
-
-    runs = [values(result) for result in measured]
-    return {key: value / statistics.median(run[key] for run in runs) - 1 for key, value in values(predicted).items()}
 
 
 def finite(settings: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from cluster.simulate.metrics import Recorder, RunResult, Totals
 from cluster.simulate.tokens import prompt_tokens
 from cluster.simulate.traces import Trace
 from scheduler.config import SchedulerConfig
-from scheduler.request import Request
+from scheduler.request import InvalidRequest, Request
 from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import Scheduler
 from scheduler.step import StepPlan, StepResult
@@ -61,7 +61,7 @@ def _run_once(runner: ModelRunner, config: SchedulerConfig) -> None:
     """A largest prefill and a few decodes: what is paid once (scratch memory, kernels) is paid before measuring."""
     scheduler = Scheduler(config)
     sampling = SamplingParams(max_tokens=4, seed=0, ignore_eos=True)
-    scheduler.add(Request(0, np.arange(min(config.max_step_tokens, config.max_seq_len - 4)) % 100, sampling))
+    scheduler.add(Request(0, np.zeros(min(config.max_step_tokens, config.max_seq_len - 4), dtype=np.int32), sampling))
     while scheduler.has_work:
         plan = scheduler.schedule()
         assert plan is not None
@@ -100,7 +100,10 @@ def run_in_real_time(
     for number, wanted in enumerate(trace.requests):
         sampling = SamplingParams(max_tokens=wanted.output_len, seed=wanted.output_key, ignore_eos=True)
         requests.append(Request(number, prompt_tokens(wanted.prompt, vocab_size), sampling))
-        scheduler.validate(requests[-1])
+        try:
+            scheduler.validate(requests[-1])
+        except InvalidRequest as error:
+            raise ConfigError(f"request {number} of the trace cannot be served: {error}") from error
     in_flight: deque[Future[StepResult]] = deque()
     series: list[tuple[float, ...]] = []
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as worker:

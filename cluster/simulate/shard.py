@@ -6,7 +6,7 @@ import multiprocessing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -156,7 +156,7 @@ class RemoteShard:
         self._process.terminate()
         self._process.join()
 
-    def _receive(self):
+    def _receive(self) -> Any:
         answer = self._pipe.recv()
         if isinstance(answer, Exception):
             raise answer

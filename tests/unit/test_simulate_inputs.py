@@ -199,7 +199,9 @@ def test_a_trace_file_and_a_calibration(tmp_path, capsys):
     ("argv", "message"),
     [
         (["--policy", "fifo"], "unknown policy 'fifo'; known are fcfs"),
-        (["--replicas", "2", "--router", "x"], "unknown router 'x'"),
+        (["--policy", ","], "unknown policy ''; known are fcfs"),
+        (["--replicas", "2", "--router", "random,x"], "unknown router 'x'"),
+        (["--calibrate", "x.json", "--max-step-tokens", "4"], "at least 4 running requests"),
         (["--card", "B99"], "unknown card 'B99'; known are H200"),
         (["--model", "nope"], "no such directory with a config.json; shapes: Qwen3-0.6B"),
         (["--model", "Llama-3.1-70B"], "do not fit on 1 x H200"),
