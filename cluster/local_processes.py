@@ -7,12 +7,11 @@ from collections.abc import Iterable
 
 import psutil
 
-_GRACE = 0.5
 _TIMEOUT = 10.0
 
 
-def end_ray_workers(pids: Iterable[int]) -> None:
-    """Wait a moment for these Ray workers to end, then kill the rest; returns when they are gone.
+def end_ray_workers(pids: Iterable[int], grace: float) -> None:
+    """Wait `grace` seconds for these Ray workers to end, then kill the rest; returns when they are gone.
 
     Ray asks a process to end, which one that is stopped (SIGSTOP) does not hear.
     """
@@ -22,7 +21,7 @@ def end_ray_workers(pids: Iterable[int]) -> None:
             process = psutil.Process(pid)
             if process.name().startswith("ray::"):  # a reused pid is somebody else's
                 processes.append(process)
-    _, alive = psutil.wait_procs(processes, timeout=_GRACE)
+    _, alive = psutil.wait_procs(processes, timeout=grace)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

@@ -161,7 +161,7 @@ def make_model_runner(spec: RankSpec, startup: Startup) -> tuple[Runner, Callabl
     store = None
     if worker.tp_size > 1:
         startup.enter("process group")
-        _use_interface_of(spec.node_ip)
+        use_interface_of(spec.node_ip)
         if worker.tp_rank == 0:
             store = dist.TCPStore(spec.node_ip, 0, worker.tp_size, is_master=True, wait_for_workers=False)
             startup.offer_rendezvous(spec.node_ip, store.port)
@@ -179,7 +179,7 @@ def make_model_runner(spec: RankSpec, startup: Startup) -> tuple[Runner, Callabl
     return ModelRunner(worker, tp, startup.progress), tp.barrier
 
 
-def _use_interface_of(node_ip: str) -> None:
+def use_interface_of(node_ip: str) -> None:
     """Make gloo and NCCL use the network interface that carries the address Ray knows this node by."""
     import psutil
 

@@ -8,13 +8,11 @@ counted whatever it holds. All methods belong to one thread at a time, except `w
 from __future__ import annotations
 
 import secrets
-import shutil
 import socket
 import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import zmq
@@ -67,7 +65,7 @@ class DriverTransport:
         self._poller = zmq.Poller()
         self._unknown_frames = 0
         self._handshakes_missing = 0
-        self._directory: Path | None = None
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._allow_list: AllowList | None = None
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
@@ -148,13 +146,14 @@ class DriverTransport:
             monitor.close(0)
         for router in self._routers:
             router.close(0)
+        self._routers, self._monitors = [], []
         if self._allow_list is not None:
             self._allow_list.close()
         self._context.term()
         self._wake_receiver.close()
         self._wake_sender.close()
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.cleanup()
 
     def _receive(self, router: zmq.Socket, frames: list[Frame]) -> None:
         while True:
@@ -176,8 +175,9 @@ class DriverTransport:
             pass
 
     def _bind_ipc(self) -> zmq.Socket:
-        self._directory = Path(tempfile.mkdtemp(prefix=IPC_PREFIX))  # mode 0700
-        return self._bind(f"ipc://{self._directory}/steps", None)
+        # mode 0700; removed at the end of the process at the latest
+        self._directory = tempfile.TemporaryDirectory(prefix=IPC_PREFIX, ignore_cleanup_errors=True)
+        return self._bind(f"ipc://{self._directory.name}/steps", None)
 
     def _bind_tcp(self, node_ip: str, keys: KeyPair, allowed: set[bytes]) -> zmq.Socket:
         self._allow_list = AllowList(self._context, allowed)

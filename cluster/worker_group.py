@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 # A collective fails on the survivors before Ray reports the death that caused it: wait for the better explanation.
 _DIAGNOSIS_TIME = 0.3
-_STOP_GRACE = 2.0
+_STOP_GRACE = 5.0
+_KILL_GRACE = 0.5
 _END_TIMEOUT = 10.0
 
 
@@ -150,7 +151,8 @@ class WorkerGroup:
         if ray.is_initialized():  # otherwise Ray has ended everything already
             for actor in self._actors:
                 ray.kill(actor, no_restart=True)
-            end_ray_workers(rank.pid for rank in self._ranks if rank.node_id == self._here)
+            local = [rank.pid for rank in self._ranks if rank.node_id == self._here]
+            end_ray_workers(local, max(grace, _KILL_GRACE))
             if self._placement is not None:
                 self._placement.remove()
         deadline = time.monotonic() + _END_TIMEOUT
