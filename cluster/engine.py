@@ -162,6 +162,12 @@ class Engine:
                 f"prompt token id {int(ids.max())} is outside the model's vocabulary of {self.info.vocab_size}",
                 "prompt",
             )
+        outside = [token for token in request.sampling.logit_bias if token >= self.info.vocab_size]
+        if outside:
+            raise InvalidRequestError(
+                f"logit_bias names token id {outside[0]}, outside the model's vocabulary of {self.info.vocab_size}",
+                "logit_bias",
+            )
         try:
             self._scheduler.validate(request)
         except InvalidRequest as error:

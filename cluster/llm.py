@@ -17,12 +17,14 @@ from cluster.config import EngineConfig
 from cluster.detokenizer import IncrementalDetokenizer
 from cluster.engine import Engine, EngineInfo
 from cluster.errors import EngineClosedError, EngineError, InvalidRequestError, OverloadedError
+from cluster.logprobs import Logprob, of_prompt, with_tokens
 from cluster.progress import Progress, no_progress
 from cluster.progress_bar import ProgressBar, progress_bar
 from cluster.tokenizer import Tokenizer
 from scheduler.outputs import FinishReason, StepOutputs
 from scheduler.request import InvalidRequest, Request
 from scheduler.sampling_params import SamplingParams
+from scheduler.step import LogprobBlock
 
 Prompt = str | Sequence[int]
 
@@ -37,6 +39,8 @@ class RequestOutput:
     text            their text up to a stop string; empty for a model without tokenizer
     finish_reason   "stop", "length", or "error" (then `error` says why)
     cached_tokens   prompt tokens that were found in the prefix cache
+    logprobs        if asked for: of each generated token, a dictionary of its own and its likeliest alternatives' ids
+    prompt_logprobs the same of each prompt token; None for the first, which nothing predicts
     """
 
     prompt_token_ids: list[int]
@@ -45,6 +49,8 @@ class RequestOutput:
     finish_reason: str
     cached_tokens: int
     error: str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 class LLM:
@@ -206,6 +212,13 @@ class LLM:
                     raise self._engine.failure from None
 
     def _take(self, outputs: StepOutputs, running: dict[int, Stream], bar: ProgressBar) -> None:
+        if outputs.logprobs is not None:
+            for entry, words in zip(outputs.logprobs.index.tolist(), outputs.logprobs.block.words, strict=True):
+                if (stream := running.get(int(outputs.request_ids[entry]))) is not None:
+                    stream.add_logprobs(LogprobBlock(words[None]))
+        for request_id, block in outputs.prompt_logprobs.items():
+            if request_id in running:
+                running[request_id].prompt_logprobs = block
         columns = (outputs.request_ids, outputs.tokens, outputs.finish, outputs.cached_tokens)
         for request_id, token, finish, cached in zip(*(column.tolist() for column in columns), strict=True):
             stream = running.get(request_id)
@@ -233,9 +246,15 @@ class Stream:
         self.cached_tokens = 0
         self.finish = FinishReason.NONE
         self.error: str | None = None
+        self.prompt_logprobs: LogprobBlock | None = None
+        self._logprobs: list[LogprobBlock] = []
         self._detokenizer = detokenizer
         self._watches = bool(request.sampling.stop)
         self._text = ""
+
+    def add_logprobs(self, block: LogprobBlock) -> None:
+        """Of the token that comes with it; perhaps with more alternatives than were asked for."""
+        self._logprobs.append(block.narrowed(self.request.sampling.logprobs))
 
     def stops_at_text(self, token: int) -> bool:
         """True if `token` completes a stop string."""
@@ -256,7 +275,18 @@ class Stream:
             finish_reason=self.finish.name.lower(),
             cached_tokens=self.cached_tokens,
             error=self.error,
+            logprobs=self._token_logprobs(),
+            prompt_logprobs=self._prompt_logprobs(),
         )
+
+    def _token_logprobs(self) -> list[dict[int, Logprob]] | None:
+        top = self.request.sampling.logprobs
+        return None if top is None else with_tokens(LogprobBlock.joined(self._logprobs, top), self.token_ids)
+
+    def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        if self.request.sampling.prompt_logprobs is None:
+            return None
+        return of_prompt(self.prompt_logprobs, self.request.prompt_ids.tolist())
 
 
 def fix_sampling(sampling: SamplingParams, prompt_len: int, max_seq_len: int) -> SamplingParams:
