@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.cli.flags import positive_int
+from cluster.cli.flags import positive_float, positive_int
 from cluster.cli.output import check_json_path, write_json
 from cluster.cli.simulate_real import calibrate, differences, run_real
 from cluster.errors import ConfigError
@@ -89,14 +89,6 @@ def add_machine_flags(group: Any) -> None:
     group.add_argument("--max-step-tokens", type=positive_int, help="(default: 2048; CPU engine: 256)")
     group.add_argument("--overlap-depth", type=positive_int, default=2, help="(default: %(default)s)")
     group.add_argument("--cache-type", choices=("radix", "naive"), default="radix", help="(default: %(default)s)")
-
-
-def positive_float(text: str) -> float:
-    """For argparse: a number above 0, `inf` allowed."""
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{value} is not above 0")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:

@@ -113,7 +113,7 @@ MISTAKES = [
     Mistake(P5, "GPU: 8}", "gpus: 8}", "available_node_types.gpu.resources.gpus", "did you mean GPU?"),
     Mistake(P5, "    min_workers: 0\n    max_workers: 2", "    min_workers: 3\n    max_workers: 2",
             "max_workers", "smaller than the sum of `min_workers`"),
-    Mistake(P5, "  ~/raydix: .", "  ~/raydix: ./chekout", "file_mounts.~/raydix", "does not exist"),
+    Mistake(P5, "worker: worker", "worker: wroker", "file_mounts.~/raydix/worker", "does not exist"),
     Mistake(P5, "    --autoscaling-config=~/ray_bootstrap_config.yaml\n", "", "head_start_ray_commands[1]",
             "needs --autoscaling-config"),
     Mistake(P5, "$RAY_HEAD_IP:6379", "$HEAD_IP:6379", "worker_start_ray_commands[1]", "must be $RAY_HEAD_IP"),
