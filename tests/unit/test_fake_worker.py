@@ -27,7 +27,7 @@ def make_plan(
     suppress: dict[int, tuple[int, list[int]]] | None = None,
     pad: int = 0,
 ) -> StepPlan:
-    """A plan from (row, cached_len, device_len, out_loc) entries; `runs` row -> (first, tokens), `admit` row -> seed."""
+    """Entries are (row, cached_len, device_len, out_loc); `runs` row -> (first, tokens), `admit` row -> seed."""
     runs, admit, suppress = runs or {}, admit or {}, suppress or {}
     sample = list(range(len(entries))) if sample is None else sample
     out_loc = [slot for entry in entries for slot in entry[3]]
@@ -61,14 +61,13 @@ PROMPT = [11, 12, 13, 14, 15]
 
 def prefill(step_id: int = 1, tokens: list[int] = PROMPT, seed: int = 0, **changes: object) -> StepPlan:
     """Row 0 gets five tokens into slots 8..11 and 4."""
-    values = dict(
-        entries=[(0, 0, 5, [8, 9, 10, 11, 4])], deltas=[(0, 0, 8), (0, 4, 4)], runs={0: (0, tokens)}, admit={0: seed}
-    )
+    entries = [(0, 0, 5, [8, 9, 10, 11, 4])]
+    values = {"entries": entries, "deltas": [(0, 0, 8), (0, 4, 4)], "runs": {0: (0, tokens)}, "admit": {0: seed}}
     return make_plan(step_id, **(values | changes))
 
 
 def decode(step_id: int = 2, **changes: object) -> StepPlan:
-    return make_plan(step_id, **(dict(entries=[(0, 5, 6, [5])], num_decode=1) | changes))
+    return make_plan(step_id, **({"entries": [(0, 5, 6, [5])], "num_decode": 1} | changes))
 
 
 def worker_after(*plans: StepPlan) -> FakeWorker:
@@ -210,7 +209,7 @@ def test_a_decode_row_may_not_read_what_the_same_step_stores() -> None:
         3, [(0, 5, 6, [5]), (2, 0, 4, [8, 9, 10, 11])], num_decode=1, deltas=[(2, 0, 8)], runs={2: (0, PROMPT[:4])},
         admit={2: 0},
     )  # fmt: skip
-    with pytest.raises(FakeWorkerError, match="stored in this same step"):
+    with pytest.raises(FakeWorkerError, match="stored in this step"):
         worker.execute(wrong)
 
 
