@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hand_driver import HandDriver
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from scheduler.config import SchedulerConfig
+from scheduler.request import Request
+from scheduler.sampling_params import SamplingParams
+from scheduler.scheduler import Scheduler
 from scheduler.step import StepPlan
 from worker.batch import Batch
 from worker.config import WorkerConfig
@@ -134,3 +139,51 @@ def test_batches_beyond_the_largest_graph_run_eagerly(path, monkeypatch) -> None
     runner = make_runner(path, monkeypatch)
     assert serve(runner, SETTINGS, pad=True) == serve(make_runner(path), SETTINGS, pad=False)
     assert all(runner._graphs.replays(size) == (0, 0, 0) for size in SIZES)
+
+
+EXTRAS = [
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.8, "logprobs": 0},
+    {"temperature": 0.0, "frequency_penalty": 1.5, "repetition_penalty": 1.3},
+    {"temperature": 0.0, "logit_bias": {4: 8.0}, "logprobs": 1},
+]
+
+
+def serve_extras(runner: ModelRunner, settings: list[dict]) -> tuple[list[list[int]], list[float]]:
+    """Ten tokens for each of these parameters: tokens, and all log probabilities in order."""
+    scheduler = Scheduler(
+        SchedulerConfig(
+            num_pages=PAGES, page_size=4, max_running_requests=ROWS, max_seq_len=64, max_step_tokens=64, pad_sizes=SIZES
+        )
+    )
+    tokens: list[list[int]] = [[] for _ in settings]
+    logprobs: list[float] = []
+    for i, given in enumerate(settings):
+        params = SamplingParams(seed=i, max_tokens=10, **given)
+        scheduler.add(Request(i, np.arange(3 + i, 12), params))
+    while scheduler.has_work:
+        outputs = scheduler.process(runner.launch(scheduler.schedule()).result())
+        for request, token in zip(outputs.request_ids.tolist(), outputs.tokens.tolist(), strict=True):
+            tokens[request].append(token)
+        if outputs.logprobs is not None:
+            logprobs += outputs.logprobs.block.logprobs.tolist()
+    return tokens, logprobs
+
+
+@pytest.mark.parametrize(
+    ("chosen", "size", "replays"),
+    [
+        ([0], 1, (9, 9, 0)),  # log probabilities beside the captured sampler
+        ([0, 1, 0], 4, (9, 0, 9)),
+        ([2, 0], 2, (9, 0, 0)),
+        ([3, 2, 1], 4, (9, 0, 0)),
+    ],
+)
+def test_extras_on_the_logits_of_a_graph(path, monkeypatch, chosen, size: int, replays) -> None:
+    settings = [EXTRAS[i] for i in chosen]
+    runner = make_runner(path, monkeypatch)
+    tokens, logprobs = serve_extras(runner, settings)
+    eager_tokens, eager_logprobs = serve_extras(make_runner(path), settings)
+    assert tokens == eager_tokens and logprobs == pytest.approx(eager_logprobs, abs=1e-5)
+    assert len(logprobs) == 10 * sum("logprobs" in given for given in settings)
+    assert runner._graphs.replays(size) == replays
