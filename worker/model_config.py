@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from worker.checkpoint_config import read_checkpoint_config
 from worker.errors import ModelError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -62,16 +63,14 @@ class ModelConfig:
         """
         if not isinstance(source, (str, Path)):
             return _convert(source, None)
-        from transformers import AutoConfig
-
         path = Path(source)
-        if not (path / "config.json").is_file():
-            raise ModelError(f"{path} is not a checkpoint directory: it has no config.json")
+        config = read_checkpoint_config(path)
         try:
-            config = AutoConfig.from_pretrained(path, local_files_only=True)
-        except (ValueError, KeyError, TypeError, OSError) as error:
+            return _convert(config, _generation_eos(path))
+        except (AttributeError, TypeError, ValueError) as error:
+            if isinstance(error, ModelError):
+                raise
             raise ModelError(f"cannot read {path / 'config.json'}: {error}") from error
-        return _convert(config, _generation_eos(path))
 
     @property
     def context_limit(self) -> int:
@@ -161,7 +160,6 @@ def _convert(config: Any, generation_eos: tuple[int, ...] | None) -> ModelConfig
 
 
 def _convert_rope(config: Any) -> RopeConfig:
-    # transformers moves the older `rope_scaling` and `rope_theta` of a config.json into `rope_parameters`.
     params = dict(config.rope_parameters or {})
     rope_type = params.pop("rope_type", None) or params.pop("type", "default")
     params.pop("type", None)

@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 import torch.multiprocessing as mp
-from transformers import GemmaConfig
+from transformers import AutoConfig, GemmaConfig
 
-from tests.checkpoints import load_reference, make_checkpoint, make_config
+from tests.checkpoints import FAMILIES, load_reference, make_checkpoint, make_config
 from tests.unit.worker_model_harness import ThreadTPGroup, gloo_rank
 from worker.attention import create_attention_backend
 from worker.errors import ModelError
@@ -17,6 +17,7 @@ from worker.model_config import ModelConfig, valid_tp_sizes
 from worker.models.registry import ModelContext, create_model
 from worker.parallel import TPGroup, init_tp_group
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 
@@ -108,6 +109,25 @@ def test_a_directory_that_is_no_checkpoint(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
     with pytest.raises(ModelError, match="no-such-model"):
         ModelConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        *((family, {}) for family in FAMILIES),  # everything left to the defaults
+        ("llama", {"rope_theta": 500_000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+        ("llama", {"rope_scaling": None, "torch_dtype": "bfloat16", "num_key_value_heads": 8}),
+        ("llama", {"rope_scaling": LLAMA3, "rope_theta": 500_000.0, "eos_token_id": [1, 2]}),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}, "dtype": "float16", "head_dim": 64}),
+        ("mistral", {"sliding_window": None, "hidden_size": 5120, "head_dim": 128}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+        ("qwen3", {"tie_word_embeddings": True, "rope_theta": 1_000_000, "attention_bias": True}),
+    ],
+    ids=str,
+)
+def test_config_json_as_transformers_reads_it(family, settings, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **settings}))
+    assert ModelConfig.from_pretrained(tmp_path) == ModelConfig.from_pretrained(AutoConfig.from_pretrained(tmp_path))
 
 
 def test_eos_token_ids(tmp_path):
