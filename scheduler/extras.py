@@ -103,8 +103,12 @@ class PromptScoreKeeper:
     def __init__(self) -> None:
         self._complete: list[Req] = []
 
-    def record(self, scores: PromptScores, by_row: list[Req | None], rows: RowState) -> None:
-        """Take the scores of a step, whose rows still have the requests they had then."""
+    def record(self, scores: PromptScores | None, by_row: list[Req | None], rows: RowState) -> None:
+        """Take the scores of a step, before its finishes: its rows still have the requests they had then."""
+        if self._complete:
+            self._complete = [req for req in self._complete if req.state is not ReqState.ENDED]
+        if scores is None:
+            return
         at = 0
         for row, first, count in scores.runs.tolist():
             req = by_row[row]
@@ -127,7 +131,7 @@ class PromptScoreKeeper:
                 top = req.request.sampling.prompt_logprobs
                 outputs.prompt_logprobs[req.request_id] = LogprobBlock.joined(req.prompt_scores, top)
                 req.prompt_scores.clear()
-            elif req.state is not ReqState.ENDED:
+            else:
                 waiting.append(req)
         self._complete = waiting
 

@@ -217,8 +217,7 @@ class Scheduler:
             )
         self._in_flight.popleft()
         self._returned = step.step_id
-        if result.scores is not None:
-            self._prompt_scores.record(result.scores, self._table.by_row, self.rows)
+        self._prompt_scores.record(result.scores, self._table.by_row, self.rows)
         outputs = apply_result(step, result, self.rows, self._table, self.decode)
         self._prompt_scores.deliver(outputs)
         self._table.give_back_rows(self._returned)
