@@ -34,7 +34,7 @@ class RayRuntime:
             ray.shutdown()
 
 
-def connect(address: str, min_cpus: int) -> RayRuntime:
+def connect(address: str, min_cpus: int, may_start: bool = True) -> RayRuntime:
     """Connect this process to Ray.
 
     `address` is "local" (a private Ray), "auto" (the cluster named by RAY_ADDRESS or made by `ray start`, else a
@@ -43,7 +43,7 @@ def connect(address: str, min_cpus: int) -> RayRuntime:
 
     Raises:
         ConfigError: `address` has another form.
-        StartupError: no Ray answers at `address`.
+        StartupError: no Ray answers at `address`, or there is none and `may_start` is False.
     """
     if ray.is_initialized():
         return RayRuntime(owned=False, may_grow=True)
@@ -54,6 +54,8 @@ def connect(address: str, min_cpus: int) -> RayRuntime:
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise StartupError(f"cannot connect to Ray at {target}: {error}") from error
         return RayRuntime(owned=True, may_grow=True)
+    if not may_start:
+        raise StartupError("no Ray cluster runs here; name one as HOST:PORT (its head node's port, 6379 by default)")
     cpus = max(os.cpu_count() or 1, min_cpus)
     if cpus > (os.cpu_count() or 1):
         logger.info("the private Ray offers %d CPUs on %d cores", cpus, os.cpu_count())

@@ -118,6 +118,17 @@ class EngineDeployment:
             "ranks": [asdict(rank) for rank in info.ranks],
         }
 
+    async def report(self) -> dict[str, Any]:
+        """All that `raydix status` shows of this replica: `info`, `status`, and `metrics` while the engine answers."""
+        status = await self.status()
+        return {
+            "replica": serve.get_replica_context().replica_id.unique_id,
+            "node_ip": ray.util.get_node_ip_address(),
+            "info": await self.info(),
+            "status": status,
+            "metrics": await self.metrics() if status["stats"] else None,
+        }
+
     def check_health(self) -> None:
         """Serve calls this; a failed engine does not heal, so Serve replaces the replica.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, field
+from pathlib import Path as FilePath
 from typing import Any
 
 from ray.runtime_env import RuntimeEnv
@@ -15,6 +16,7 @@ from ray.serve.schema import ServeDeploySchema
 from cluster.config import EngineConfig
 from cluster.serve import build_openai_app
 from cluster.serve.engine_deployment import EngineDeployment
+from cluster.settings import group_config
 from cluster.validate.capacity import Demand, Group, Nodes
 from cluster.validate.models import check_model, kind
 from cluster.validate.problems import Problems, nearest
@@ -76,7 +78,7 @@ def demands(application: ServedApplication, has_gpus: bool) -> list[Demand]:
 def rank_resources(config: EngineConfig, has_gpus: bool) -> dict[str, float]:
     """One rank's bundle, as `Engine` will ask for it."""
     on_gpu = config.device == "cuda" or (config.device == "auto" and has_gpus)
-    return {"GPU": config.gpus_per_rank} if on_gpu else {"CPU": 1.0}
+    return group_config(config, FilePath(), "cuda" if on_gpu else "cpu", may_grow=True).resources
 
 
 def check_growth(problems: Problems, application: ServedApplication, nodes: Nodes) -> None:
