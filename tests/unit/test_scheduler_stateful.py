@@ -5,12 +5,15 @@ CI runs a few hundred fixed examples; the long run is by hand: `pytest -m full_g
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from scheduler.config import SchedulerConfig
 from scheduler.fake_model import FakeModel
 from scheduler.request import InvalidRequest
 from tests.unit.scheduler_harness import Harness, make_config, make_request
@@ -160,8 +163,8 @@ def test_any_order_of_events_10_000_examples() -> None:
     run_state_machine_as_test(SchedulerMachine, settings=FULL)
 
 
-def random_trace(seed: int) -> Harness:
-    """One long run of a busy little server; all of it follows from the seed."""
+def random_trace(seed: int, make_harness: Callable[[SchedulerConfig], Harness] | None = None) -> Harness:
+    """One long run of a busy little server; all of it follows from the seed. By default on the fake worker."""
     rng = np.random.default_rng(seed)
     page_size = int(rng.choice([1, 3, 16]))
     pool = int(rng.integers(24, 120))
@@ -178,7 +181,8 @@ def random_trace(seed: int) -> Harness:
         policy=str(rng.choice(POLICIES)),
     )
     model = FakeModel(vocab_size=400, eos_token_id=EOS[0], eos_probability=float(rng.choice([0, 0.02, 0.1])))
-    harness = Harness(config, model, late=bool(rng.random() < 0.5))
+    late = bool(rng.random() < 0.5)
+    harness = make_harness(config) if make_harness else Harness(config, model, late=late)
     room = min(config.max_seq_len - 1, config.num_pages * page_size)
     families = [rng.integers(10, 400, 60) for _ in range(3)]
     next_id = 1
