@@ -73,6 +73,9 @@ class EngineConfig(BaseModel):
         30.0, gt=0, description="serve: a client that reads nothing for this many seconds loses its stream"
     )
     cache_dir: str | None = Field(None, description="where the default model is kept; default: ~/.cache/raydix")
+    executor: Literal["ray", "inproc"] = Field(
+        "ray", description="inproc: one rank in the driver's own process, without Ray, to see what Ray costs"
+    )
     ray_address: str = Field(
         "auto", description="local: a private Ray; auto: a running one, else private; or HOST:PORT"
     )

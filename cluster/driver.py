@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from cluster.errors import EngineClosedError, EngineDeadError, EngineError
 from cluster.histogram import STEP_BOUNDS, Histogram
+from cluster.inproc_group import InprocGroup
 from cluster.messages import Pong
 from cluster.worker_group import WorkerGroup
 from scheduler.outputs import StepOutputs
@@ -34,7 +35,7 @@ class Driver:
 
     def __init__(
         self,
-        group: WorkerGroup,
+        group: WorkerGroup | InprocGroup,
         scheduler: Scheduler,
         step_timeout: float,
         integrity_interval: int,

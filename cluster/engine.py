@@ -23,6 +23,7 @@ from cluster.errors import (
     ModelLoadError,
     OverloadedError,
 )
+from cluster.inproc_group import InprocGroup, cuda_is_available
 from cluster.model_files import resolve_model, served_name
 from cluster.progress import Progress, no_progress
 from cluster.rank_startup import Whereabouts
@@ -95,7 +96,7 @@ class Engine:
         self._closed = False
         self._runtime: ray_runtime.RayRuntime | None = None
         self._scheduler: Scheduler | None = None
-        self._group: WorkerGroup | None = None
+        self._group: WorkerGroup | InprocGroup | None = None
         self._driver: Driver | None = None
 
     def start(self, progress: Progress = no_progress, min_cpus: int = 0) -> EngineInfo:
@@ -111,12 +112,16 @@ class Engine:
         try:
             timeline.enter("model files")
             path = resolve_model(self.config.model, progress, self.config.cache_dir, self.config.load_format == "dummy")
-            timeline.enter("ray")
-            self._runtime = ray_runtime.connect(self.config.ray_address, max(min_cpus, self.config.tp_size))
+            may_grow = False
+            if self.config.executor == "ray":
+                timeline.enter("ray")
+                self._runtime = ray_runtime.connect(self.config.ray_address, max(min_cpus, self.config.tp_size))
+                may_grow = self._runtime.may_grow
             device = self._choose_device()
             timeline.enter("tokenizer")
             self.tokenizer = self._load_tokenizer(path)
-            self._group = WorkerGroup(group_config(self.config, path, device, self._runtime.may_grow))
+            settings = group_config(self.config, path, device, may_grow)
+            self._group = WorkerGroup(settings) if self._runtime else InprocGroup(settings.worker)
             group = self._group.start(timeline)
             eos = self.tokenizer.eos_token_ids if self.tokenizer else group.eos_token_ids
             self._scheduler = Scheduler(scheduler_config(self.config, group, tuple(eos)))
@@ -245,10 +250,10 @@ class Engine:
     # -- start and end ---------------------------------------------------------------------------------------------
 
     def _choose_device(self) -> str:
-        gpus = ray.cluster_resources().get("GPU", 0)
-        if self.config.device == "auto":
-            return "cuda" if gpus else "cpu"
-        return self.config.device
+        if self.config.device != "auto":
+            return self.config.device
+        gpus = ray.cluster_resources().get("GPU", 0) if self._runtime else cuda_is_available()
+        return "cuda" if gpus else "cpu"
 
     @staticmethod
     def _load_tokenizer(path: Path) -> Tokenizer | None:

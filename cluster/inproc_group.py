@@ -113,3 +113,10 @@ class InprocGroup:
                 put(pending.result())
             except Exception as error:
                 put(error)
+
+
+def cuda_is_available() -> bool:
+    """Whether this process sees a card."""
+    import torch
+
+    return torch.cuda.is_available()
