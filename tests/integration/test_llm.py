@@ -1,8 +1,7 @@
-"""`LLM` with SmolLM2: the same greedy tokens as transformers, whatever the TP size, cache, pages, budget or overlap."""
+"""`LLM` with SmolLM2: tokens, texts, counters, refusals, and its ends."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import subprocess
@@ -29,21 +28,6 @@ PROMPTS = [
 TOKENS = 64
 TIE = 1e-4
 
-# Covers every pair of values of (tp, cache, page size, step budget, overlap) that the full grid has.
-COVERING = [
-    (1, "radix", 1, 7, 1),
-    (1, "naive", 16, 64, 2),
-    (3, "radix", 16, 512, 1),
-    (3, "naive", 4, 7, 2),
-    (1, "radix", 4, 64, 1),
-    (3, "naive", 1, 64, 1),
-    (1, "naive", 1, 512, 2),
-    (3, "radix", 16, 7, 2),
-    (1, "naive", 4, 512, 1),
-    (3, "radix", 1, 64, 2),
-]
-GRID = list(itertools.product((1, 3), ("radix", "naive"), (1, 4, 16), (7, 64, 512), (1, 2)))
-
 
 @pytest.fixture(scope="session")
 def reference():
@@ -60,34 +44,28 @@ def smollm2(tp: int = 1, **config: object) -> LLM:
     return LLM(tp_size=tp, device="cpu", max_seq_len=256, max_running_requests=8, **config)
 
 
-def check_greedy(reference, tp: int, cache: str, page_size: int, budget: int, overlap: int) -> None:
-    import torch
-
-    config = {"cache_type": cache, "page_size": page_size, "max_step_tokens": budget, "overlap_depth": overlap}
-    with smollm2(tp, integrity_interval=1, **config) as llm:
-        greedy = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-        outputs = llm.generate(PROMPTS, greedy, progress=False)
-    with torch.inference_mode():
-        for output in outputs:
-            assert len(output.token_ids) == TOKENS and output.finish_reason == "length"
-            assert first_wrong_greedy_token(reference, output.prompt_token_ids, output.token_ids, TIE) is None
-
-
 @pytest.mark.usefixtures("private_ray")
 class TestGreedy:
-    @pytest.mark.parametrize(("tp", "cache", "page_size", "budget", "overlap"), COVERING[:4])
-    def test_tokens_are_transformers_tokens(self, reference, tp, cache, page_size, budget, overlap) -> None:
-        check_greedy(reference, tp, cache, page_size, budget, overlap)
+    """Other settings: test_greedy."""
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize(("tp", "cache", "page_size", "budget", "overlap"), COVERING[4:])
-    def test_every_pair_of_settings(self, reference, tp, cache, page_size, budget, overlap) -> None:
-        check_greedy(reference, tp, cache, page_size, budget, overlap)
+    @pytest.mark.parametrize(
+        "config",
+        [
+            {"tp": 1, "cache_type": "radix", "page_size": 16, "max_step_tokens": 512, "overlap_depth": 2},
+            {"tp": 3, "cache_type": "naive", "page_size": 4, "max_step_tokens": 7, "overlap_depth": 1},
+        ],
+        ids=str,
+    )
+    def test_tokens_are_transformers_tokens(self, reference, config) -> None:
+        import torch
 
-    @pytest.mark.full_grid
-    @pytest.mark.parametrize(("tp", "cache", "page_size", "budget", "overlap"), GRID)
-    def test_full_grid(self, reference, tp, cache, page_size, budget, overlap) -> None:
-        check_greedy(reference, tp, cache, page_size, budget, overlap)
+        with smollm2(integrity_interval=1, **config) as llm:
+            greedy = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+            outputs = llm.generate(PROMPTS, greedy, progress=False)
+        with torch.inference_mode():
+            for output in outputs:
+                assert len(output.token_ids) == TOKENS and output.finish_reason == "length"
+                assert first_wrong_greedy_token(reference, output.prompt_token_ids, output.token_ids, TIE) is None
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +85,28 @@ class TestGenerate:
         again = llm.generate([ids], [greedy], progress=False)[0]
         assert again.token_ids == first.token_ids
         assert again.cached_tokens == (len(ids) - 1) // 16 * 16
+
+    def test_a_second_turn_finds_the_first(self, llm: LLM) -> None:
+        question = {"role": "user", "content": "Name three rivers in Europe, and the countries they flow through."}
+        greedy = SamplingParams(temperature=0.0, max_tokens=40)
+        first = llm.generate(llm.tokenizer.apply_chat_template([question]), greedy, progress=False)[0]
+        answer = {"role": "assistant", "content": first.text}
+        turn = llm.tokenizer.apply_chat_template([question, answer, {"role": "user", "content": "Which is longest?"}])
+        second = llm.generate(turn, greedy, progress=False)[0]
+        assert second.cached_tokens >= len(first.prompt_token_ids) // 16 * 16 > 0
+        assert second.cached_tokens < len(turn)
+
+    @pytest.mark.parametrize("length", [97, 112, 113])
+    def test_16_identical_prompts_prefill_what_the_formula_says(self, llm: LLM, length: int) -> None:
+        prompt = [1000 + length + number for number in range(length)]
+        before = llm.stats()
+        params = [SamplingParams(temperature=0.8, seed=seed, max_tokens=4, ignore_eos=True) for seed in range(16)]
+        outputs = llm.generate([prompt] * 16, params, progress=False)
+        after = llm.stats()
+        shared = (length - 1) // 16 * 16
+        assert after["prefilled_tokens"] - before["prefilled_tokens"] == length + 15 * (length - shared)
+        assert after["cached_tokens"] - before["cached_tokens"] == 15 * shared
+        assert sorted(output.cached_tokens for output in outputs) == [0] + [shared] * 15
 
     def test_a_stop_string_ends_text_and_request(self, llm: LLM) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=64, stop=[", 7"])
