@@ -45,12 +45,14 @@ class Client:
         settings |= {"max_step_tokens": 32, "max_queued_requests": 300, "integrity_interval": 1, "device": "cpu"}
         self.tokens: dict[int, list[int]] = {}
         self.finish: dict[int, FinishReason] = {}
+        self.errors: dict[int, str] = {}
         self.failures: list[EngineError] = []
         self.changed = threading.Condition()
         self.engine = Engine(EngineConfig(model=str(model), **(settings | config)), self._on_outputs, self._on_failure)
 
     def _on_outputs(self, outputs: StepOutputs) -> None:
         with self.changed:
+            self.errors |= outputs.errors
             columns = (outputs.request_ids.tolist(), outputs.tokens.tolist(), outputs.finish.tolist())
             for request_id, token, finish in zip(*columns, strict=True):
                 assert request_id not in self.finish, "an output after the finish"
@@ -193,6 +195,23 @@ def test_200_requests_with_random_aborts_give_every_page_back(client: Client) ->
         if finish == FinishReason.LENGTH:
             assert len(client.tokens.get(one.request_id, [])) == one.sampling.max_tokens
     wait_until(lambda: all_pages_are_back(client))
+
+
+def test_a_pool_too_small_for_one_request_says_so_and_serves_the_others(tiny_llama: Path) -> None:
+    client = Client(tiny_llama, num_pages=5)
+    client.engine.start()
+    try:
+        with pytest.raises(InvalidRequestError, match=r"needs 6 pages.*has 5"):
+            client.engine.submit(request([5] * 21, 1))
+        grows = request([5, 6, 7], 60)  # its prompt fits
+        client.run(grows)
+        assert client.finish[grows.request_id] == FinishReason.ERROR
+        assert "5 pages of 4 tokens" in client.errors[grows.request_id]
+        small = request([5, 6], 10)
+        assert len(client.run(small)[0]) == 10
+        wait_until(lambda: client.engine.stats()["free_pages"] + client.engine.stats()["cached_pages"] == 5)
+    finally:
+        client.engine.shutdown()
 
 
 def test_a_full_queue_refuses_with_429_and_recovers(tiny_llama: Path) -> None:
