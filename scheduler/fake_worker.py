@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from scheduler.config import SchedulerConfig
+from scheduler.fake_extras import FakeExtras
 from scheduler.fake_model import FakeModel, content_sums, token_words
 from scheduler.step import S, StepPlan, StepResult
 
@@ -50,6 +51,7 @@ class FakeWorker:
         self.sampling_key = np.zeros(rows, dtype=np.uint64)
         self.suppress_until = np.zeros(rows, dtype=np.int64)
         self.suppressed: dict[int, list[int]] = {}
+        self._extras = FakeExtras(rows, self._fail)
         self.slot_token = np.full(slots, -1, dtype=np.int32)
         self.slot_position = np.full(slots, -1, dtype=np.int32)
         self.slot_content = np.zeros(slots, dtype=np.uint64)
@@ -71,9 +73,10 @@ class FakeWorker:
         runs = self._token_runs(plan)
         self._store(plan, runs)
         self._check_prefixes(plan)
+        self._extras.apply(plan, self.token_pool)
         tokens = self._sample(plan)
         self.prefilled_tokens += len(plan.run_tokens)
-        return StepResult(step, tokens)
+        return StepResult(step, tokens, *self._extras.answer(plan, tokens))
 
     def slots(self, row: int, first: int, end: int) -> np.ndarray:
         """Slots the page table names for positions first .. end of a row, int32; negative where no page is set."""

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from scheduler.config import SchedulerConfig
+from scheduler.fake_extras import fake_logprobs
 from scheduler.fake_model import FakeModel, content_sums
 from scheduler.fake_worker import FakeWorker
 from scheduler.outputs import FinishReason, StepOutputs
 from scheduler.request import Request
 from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import Scheduler
-from scheduler.step import SAMPLING_WORDS, S, StepPlan, StepResult, pack_sampling
+from scheduler.step import SAMPLING_WORDS, LogprobBlock, S, StepPlan, StepResult, pack_sampling
 
 
 def make_config(**changes: object) -> SchedulerConfig:
@@ -67,6 +68,8 @@ class Stream:
     cached_tokens: int | None = None
     aborted: bool = False
     error: str = ""
+    logprobs: list[np.ndarray] = field(default_factory=list)  # words of each token's
+    prompt_logprobs: LogprobBlock | None = None
 
 
 class Harness:
@@ -225,6 +228,14 @@ class Harness:
             stream.finish = FinishReason(finish)
             if finish == FinishReason.ERROR:
                 stream.error = outputs.errors[request_id]
+        if outputs.logprobs is not None:
+            for entry, words in zip(outputs.logprobs.index.tolist(), outputs.logprobs.block.words, strict=True):
+                stream = self.streams[int(outputs.request_ids[entry])]
+                top = stream.request.sampling.logprobs
+                stream.logprobs.append(LogprobBlock(words[None].copy()).narrowed(top).words)
+        for request_id, block in outputs.prompt_logprobs.items():
+            assert request_id in outputs.request_ids and self.streams[request_id].prompt_logprobs is None
+            self.streams[request_id].prompt_logprobs = block
 
     def _after(self) -> None:
         outputs = self.scheduler.take_outputs()
@@ -251,3 +262,19 @@ class Harness:
                 assert stored > capacity, f"{name} failed ({stream.error}), but {stored} tokens fit in {capacity} slots"
         else:
             assert (tokens, stream.finish) == (expected, finish), f"{name}: {tokens} {stream.finish}, alone {expected}"
+        self._check_logprobs(stream, complete=stream.finish not in (FinishReason.ABORT, FinishReason.ERROR))
+
+    def _check_logprobs(self, stream: Stream, complete: bool) -> None:
+        """Every token has its log probabilities, those of its position, if the request asked for any."""
+        request, top = stream.request, stream.request.sampling.logprobs
+        assert len(stream.logprobs) == (0 if top is None else len(stream.tokens))
+        if stream.logprobs:
+            positions = np.arange(len(stream.tokens)) + len(request.prompt_ids)
+            words = fake_logprobs(np.array(stream.tokens, dtype=np.int32), positions, top).words
+            np.testing.assert_array_equal(np.concatenate(stream.logprobs), words)
+        top, prompt = request.sampling.prompt_logprobs, request.prompt_ids[1 : request.prompt_len]
+        if top is None or not len(prompt):
+            assert stream.prompt_logprobs is None
+        elif stream.prompt_logprobs is not None or complete:
+            words = fake_logprobs(prompt, np.arange(1, request.prompt_len), top).words
+            np.testing.assert_array_equal(stream.prompt_logprobs.words, words)

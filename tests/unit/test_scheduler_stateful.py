@@ -73,6 +73,11 @@ def samplings() -> st.SearchStrategy[dict[str, object]]:
             "stop_token_ids": st.lists(st.integers(0, 40), max_size=3),
             "request_priority": st.integers(0, 2),
             "request_user": st.sampled_from(["ann", "bob", None]),
+            "logprobs": st.integers(0, 3),
+            "prompt_logprobs": st.integers(0, 2),
+            "frequency_penalty": st.sampled_from([0.0, 0.5]),
+            "repetition_penalty": st.sampled_from([1.0, 1.2]),
+            "logit_bias": st.dictionaries(st.integers(0, 40), st.floats(-100, 100), max_size=3),
         },
     ).map(min_below_max)
 
@@ -200,6 +205,11 @@ def random_trace(seed: int, make_harness: Callable[[SchedulerConfig], Harness] |
                 "request_user": str(rng.choice(["ann", "bob", "cy"])),
                 "min_tokens": min(int(rng.integers(0, 6)), max_tokens), "max_tokens": max_tokens,
             }  # fmt: skip
+            if rng.random() < 0.3:
+                sampling |= {
+                    "logprobs": int(rng.integers(3)), "prompt_logprobs": int(rng.integers(2)),
+                    "presence_penalty": float(rng.choice([0, 1])), "repetition_penalty": float(rng.choice([1, 2])),
+                }  # fmt: skip
             for _ in range(int(rng.choice([1, 1, 1, 3]))):
                 harness.add(make_request(next_id, prompt, **sampling))
                 next_id += 1
