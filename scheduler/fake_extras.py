@@ -34,6 +34,7 @@ class FakeExtras:
 
     def __init__(self, num_rows: int, fail: Callable[[str], None]) -> None:
         self._top = np.full(num_rows, -1, dtype=np.int32)
+        self._in_use = False
         self._fail = fail
 
     def apply(self, plan: StepPlan, token_pool: np.ndarray) -> None:
@@ -43,6 +44,7 @@ class FakeExtras:
         extras = plan.extras
         if extras is None:
             return
+        self._in_use = True
         if not extras.counts.words:
             self._fail("the flag for optional sections without any")
         for name, rows in (
@@ -58,6 +60,8 @@ class FakeExtras:
 
     def answer(self, plan: StepPlan, tokens: np.ndarray) -> tuple[SampledLogprobs | None, PromptScores | None]:
         """Log probabilities of the sampled `tokens` and of the prompt tokens that the plan wants scored."""
+        if not self._in_use:
+            return None, None
         sample = plan.sample[: plan.num_samples]
         tops = self._top[plan.rows[sample]]
         index = np.flatnonzero(tops >= 0).astype(np.int32)

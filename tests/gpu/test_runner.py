@@ -93,7 +93,12 @@ def test_greedy_tokens_equal_transformers(checkpoint, expected, setting):
     assert generate(checkpoint, prompts, dtype="float32", **setting) == outputs
 
 
-@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9, "top_k": 40}, {"min_p": 0.1}], ids=str)
+EXTRAS = {
+    "repetition_penalty": 1.3, "frequency_penalty": 0.5, "logit_bias": {5: 2.0}, "logprobs": 3, "prompt_logprobs": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9, "top_k": 40}, {"min_p": 0.1}, EXTRAS], ids=str)
 def test_sampled_tokens_do_not_depend_on_graphs_or_batch(checkpoint, expected, sampling):
     prompts, _ = expected
     common = {"page_size": 16, "budget": 64, "dtype": "float32"}
