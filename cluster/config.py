@@ -26,7 +26,9 @@ class EngineConfig(BaseModel):
         "safetensors", description="dummy: random weights, for benchmarks"
     )
     tp_size: int = Field(1, ge=1, description="ranks (worker actors) that share one copy of the model")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if the cluster has GPUs")
+    device: Literal["auto", "cpu", "cuda", "fake"] = Field(
+        "auto", description="auto: cuda if the cluster has GPUs; fake: no model, ranks answer at once with random words"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: float32 on cpu, the checkpoint's on cuda"
     )

@@ -121,7 +121,7 @@ class Engine:
             timeline.enter("tokenizer")
             self.tokenizer = self._load_tokenizer(path)
             settings = group_config(self.config, path, device, may_grow)
-            self._group = WorkerGroup(settings) if self._runtime else InprocGroup(settings.worker)
+            self._group = WorkerGroup(settings) if self._runtime else InprocGroup(settings.worker, device == "fake")
             group = self._group.start(timeline)
             eos = self.tokenizer.eos_token_ids if self.tokenizer else group.eos_token_ids
             self._scheduler = Scheduler(scheduler_config(self.config, group, tuple(eos)))

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 
 from cluster.errors import ConfigError, EngineDeadError, ModelLoadError, StartupError
+from cluster.fake_runner import FakeRunner
 from cluster.handshake import GroupInfo
 from cluster.messages import Pong
 from cluster.rank_startup import Whereabouts
@@ -22,11 +23,12 @@ class InprocGroup:
     size = 1
     strangers = 0
 
-    def __init__(self, worker: WorkerConfig) -> None:
+    def __init__(self, worker: WorkerConfig, fake: bool = False) -> None:
         if worker.tp_size != 1:
             raise ConfigError(f"executor inproc runs one rank, not tp_size {worker.tp_size}; use executor ray")
         self.info: GroupInfo | None = None
         self._worker = worker
+        self._fake = fake
         self._launched: queue.SimpleQueue = queue.SimpleQueue()  # PendingStep, or None to end the thread
         self._arrived: queue.SimpleQueue = (
             queue.SimpleQueue()
@@ -47,9 +49,12 @@ class InprocGroup:
             timeline.enter(name, 0, 0.0)
 
         try:
-            self._runner = ModelRunner(
-                self._worker, TPGroup.single(), lambda what, share: timeline.enter(phase, 0, share)
-            )
+            if self._fake:
+                self._runner = FakeRunner(self._worker)
+            else:
+                self._runner = ModelRunner(
+                    self._worker, TPGroup.single(), lambda what, share: timeline.enter(phase, 0, share)
+                )
             enter("load")
             self._runner.load()
             enter("allocate")

@@ -6,14 +6,16 @@ from pathlib import Path
 
 from cluster.config import EngineConfig
 from cluster.errors import ConfigError
+from cluster.fake_runner import make_fake_runner
 from cluster.handshake import GroupInfo
+from cluster.rank_startup import make_model_runner
 from cluster.worker_group import GroupConfig
 from scheduler.config import SchedulerConfig
 from worker.config import WorkerConfig
 
 
 def group_config(config: EngineConfig, model_path: Path, device: str, may_grow: bool) -> GroupConfig:
-    """Settings of the group. `device` is "cpu" or "cuda"; `may_grow`: nodes can join the cluster.
+    """Settings of the group. `device` is "cpu", "cuda" or "fake"; `may_grow`: nodes can join the cluster.
 
     Ranks that share a card use gloo, since NCCL wants a card for each; gloo's collectives run on the host, so their
     steps are not captured into graphs.
@@ -24,7 +26,7 @@ def group_config(config: EngineConfig, model_path: Path, device: str, may_grow: 
         model_path=str(model_path),
         load_format=config.load_format,
         tp_size=config.tp_size,
-        device=device,
+        device="cuda" if device == "cuda" else "cpu",
         dtype=config.dtype,
         page_size=config.page_size,
         num_pages=config.num_pages,
@@ -43,6 +45,7 @@ def group_config(config: EngineConfig, model_path: Path, device: str, may_grow: 
         start_timeout=config.start_timeout,
         step_timeout=config.step_timeout,
         may_grow=may_grow,
+        make_runner=make_fake_runner if device == "fake" else make_model_runner,
     )
 
 

@@ -92,7 +92,7 @@ MISTAKES = [
     Mistake(TP8, "tp_size: 8", "tp_sise: 8", "applications[0].args.tp_sise", "did you mean tp_size?"),
     Mistake(TP8, "tp_size: 8", "tensor_parallel_size: 8", "applications[0].args.tensor_parallel_size", "tp_size"),
     Mistake(TP8, "tp_size: 8", "tp_size: 0", "applications[0].args.tp_size", "greater than or equal to 1"),
-    Mistake(TP8, "device: cuda", "device: gpu", "applications[0].args.device", "'auto', 'cpu' or 'cuda'"),
+    Mistake(TP8, "device: cuda", "device: gpu", "applications[0].args.device", "'auto', 'cpu', 'cuda' or 'fake'"),
     # both files together
     Mistake(TP8, "tp_size: 8", "tp_size: 32", "applications[0].args.tp_size", "32 GPU, which do not fit", beside=P5),
     Mistake(REPLICAS, "num_replicas: 4", "num_replicas: 17", f"{ENGINE}.num_replicas", "at most", beside=P5),
