@@ -120,6 +120,47 @@ class TestGenerate:
         assert [o.token_ids for o in together] == [o.token_ids for o in alone]
         assert len({tuple(o.token_ids) for o in together}) > 1
 
+    def test_logprobs_are_those_of_transformers(self, llm: LLM, reference) -> None:
+        import torch
+
+        params = SamplingParams(
+            temperature=0.7, seed=1, max_tokens=12, logprobs=5, prompt_logprobs=3, repetition_penalty=1.2,
+            logit_bias={"28": 2.0},
+        )  # fmt: skip
+        output = llm.generate(PROMPTS[5], params, progress=False)[0]
+        ids = output.prompt_token_ids + output.token_ids
+        with torch.inference_mode():
+            expected = reference(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        start = len(output.prompt_token_ids)
+        assert output.prompt_logprobs[0] is None
+        assert (len(output.prompt_logprobs), len(output.logprobs)) == (start, len(output.token_ids))
+        for position, (token, top) in enumerate(
+            zip(ids[1:], [*output.prompt_logprobs[1:], *output.logprobs], strict=True)
+        ):
+            row, wanted = expected[position], 3 if position < start - 1 else 5
+            assert next(iter(top)) == token and wanted <= len(top) <= wanted + 1
+            assert all(abs(row[i].item() - one.logprob) < 1e-3 for i, one in top.items())
+            best = sorted((one.logprob for one in top.values() if one.rank <= wanted), reverse=True)
+            assert best == pytest.approx(row.topk(wanted).values.tolist(), abs=1e-3)
+        plain = llm.generate(PROMPTS[5], SamplingParams(temperature=0.0, max_tokens=2), progress=False)[0]
+        assert plain.logprobs is None and plain.prompt_logprobs is None and plain.cached_tokens > 0
+        again = llm.generate(PROMPTS[5], params, progress=False)[0]
+        assert again.cached_tokens == 0 and again.token_ids == output.token_ids
+
+    def test_bias_and_penalties_reach_the_workers(self, llm: LLM) -> None:
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logit_bias={19: 100.0}),
+            SamplingParams(
+                temperature=0.0, max_tokens=8, ignore_eos=True, logit_bias={19: 100.0}, frequency_penalty=2.0
+            ),
+            SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, repetition_penalty=100.0),
+        ]
+        biased, _, penalised = llm.generate([PROMPTS[2]] * 3, params, progress=False)
+        assert biased.token_ids == [19] * 8
+        assert len(set(penalised.token_ids)) == 30
+        with pytest.raises(InvalidRequestError, match="logit_bias names token id 49152"):
+            llm.generate([1], SamplingParams(logit_bias={49152: 1.0}), progress=False)
+
     def test_without_a_seed_every_request_gets_its_own(self, llm: LLM) -> None:
         outputs = llm.generate([PROMPTS[1]] * 4, SamplingParams(max_tokens=16), progress=False)
         assert len({tuple(o.token_ids) for o in outputs}) == 4
