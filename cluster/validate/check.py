@@ -10,7 +10,7 @@ from cluster.validate.capacity import Nodes, place
 from cluster.validate.cluster_file import check_cluster, unknown_types
 from cluster.validate.kube_file import check_kubernetes, is_kubernetes
 from cluster.validate.models import check_model
-from cluster.validate.problems import Problem, Problems, nearest
+from cluster.validate.problems import Problem, Problems, check_text, nearest
 from cluster.validate.serve_file import ServedApplication, check_growth, check_serve, demands
 from cluster.validate.source import Source, load_file
 
@@ -57,9 +57,9 @@ def validate_files(files: list[str]) -> Report:
         for source in load_file(file):
             problems = Problems(source)
             checked.append(problems)
-            for path in source.duplicates:
-                problems.add(path, "stands twice in one mapping; YAML takes the last")
-            _check_document(source, problems, checked, clusters, served)
+            check_text(problems)
+            if not source.odd_keys:
+                _check_document(source, problems, checked, clusters, served)
     if not any(checked):
         for each in served:
             _check_fit(each, clusters, report)

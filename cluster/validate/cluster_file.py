@@ -47,6 +47,8 @@ def check_cluster(problems: Problems, data: Any) -> Nodes | None:
     _check_known_keys(problems, data, schema, is_local)
     plain = {key: value for key, value in data.items() if not (is_local and key == "min_workers")}
     _check_schema(problems, plain, schema)
+    if problems:
+        return None  # what follows relies on the types
     _check_provider(problems, provider)
     types, head = data.get("available_node_types"), data.get("head_node_type")
     if isinstance(types, dict) and not is_local and head not in types:
@@ -135,7 +137,7 @@ def _check_provider(problems: Problems, provider: dict[str, Any]) -> None:
         for zone in zones.split(","):
             if not zone.strip().startswith(region):
                 problems.add(("provider", "availability_zone"), f"zone {zone.strip()} is not in region {region}")
-    addresses = [provider.get("head_ip"), *(provider.get("worker_ips") or ())]
+    addresses = [str(address) for address in (provider.get("head_ip"), *(provider.get("worker_ips") or ()))]
     if name == "local" and len(set(addresses)) < len(addresses):
         problems.add(("provider", "worker_ips"), "an address stands twice, or is head_ip")
 
@@ -281,6 +283,11 @@ def _local_nodes(problems: Problems, data: dict[str, Any]) -> Nodes | None:
         problems.add((*path, "host_resources"), "is required here: what each host has, such as {CPU: 32, GPU: 8}")
         return None
     check_resource_names(problems, (*path, "host_resources"), resources)
+    for name, amount in resources.items():
+        if isinstance(amount, bool) or not isinstance(amount, (int, float)) or amount < 0:
+            problems.add((*path, "host_resources", name), f"must be a number, not {amount!r}")
+    if problems:
+        return None
     hosts = 1 + min(len(data["provider"].get("worker_ips") or ()), data.get("max_workers", _MAX_NODES))
     return Nodes((NodeType("host", {name: float(n) for name, n in resources.items()}, hosts, hosts),), hosts)
 

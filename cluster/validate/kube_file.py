@@ -11,7 +11,7 @@ from cluster.errors import ConfigError
 from cluster.validate.capacity import Nodes, NodeType
 from cluster.validate.cluster_file import ray_start_options
 from cluster.validate.kube_schema import SHAPES, check_shape
-from cluster.validate.problems import Problems, nearest
+from cluster.validate.problems import Problems, check_text, nearest
 from cluster.validate.serve_file import ServedApplication, check_serve
 from cluster.validate.source import Path
 
@@ -49,13 +49,14 @@ def check_kubernetes(problems: Problems, data: Any) -> tuple[Nodes | None, list[
     if not isinstance(spec, dict):
         return None, [], None
     inner, applications = None, []
+    shaped = not problems
     if name == "RayService":
         if isinstance(spec.get("serveConfigV2"), str):
             inner, applications = _check_serve_text(problems)
         place, cluster = ("spec", "rayClusterConfig"), spec.get("rayClusterConfig")
     else:
         place, cluster = ("spec",), spec
-    nodes = _check_cluster(problems, place, cluster) if isinstance(cluster, dict) else None
+    nodes = _check_cluster(problems, place, cluster) if shaped else None  # relies on the types
     return nodes, applications, inner
 
 
@@ -67,9 +68,8 @@ def _check_serve_text(problems: Problems) -> tuple[Problems | None, list[ServedA
         problems.add(path, str(error).partition(": ")[2])
         return None, []
     inner = Problems(source)
-    for place in source.duplicates:
-        inner.add(place, "stands twice in one mapping; YAML takes the last")
-    return inner, check_serve(inner, source.data)
+    check_text(inner)
+    return inner, [] if source.odd_keys else check_serve(inner, source.data)
 
 
 def _check_cluster(problems: Problems, path: Path, spec: dict[str, Any]) -> Nodes | None:

@@ -1,7 +1,7 @@
 """Hand-kept shapes of the Kubernetes objects that our files use: KubeRay's ray.io/v1 and the parts of a pod around it.
 
 A shape is a type, `[shape]` for a list of it, or a dict from key to shape; `!` after a key makes it required. `STRINGS`
-is a mapping from text to text, `ANY` is not looked into.
+is a mapping from text to text, `QUANTITIES` one from text to amounts, `ANY` is not looked into.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from cluster.validate.problems import Problems
 from cluster.validate.source import Path
 
 STRINGS = object()
+QUANTITIES = object()
 ANY = object()
 QUANTITY = (int, float, str)
 
@@ -21,7 +22,7 @@ _ENV = [{"name!": str, "value": str, "valueFrom": {
     "configMapKeyRef": {"name!": str, "key!": str, "optional": bool},
     "fieldRef": {"fieldPath!": str, "apiVersion": str}, "resourceFieldRef": ANY,
 }}]  # fmt: skip
-_RESOURCES = {"limits": ANY, "requests": ANY, "claims": ANY}
+_RESOURCES = {"limits": QUANTITIES, "requests": QUANTITIES, "claims": ANY}
 _CONTAINER = {
     "name!": str, "image!": str, "imagePullPolicy": str, "command": [str], "args": [str], "workingDir": str,
     "env": _ENV, "envFrom": ANY, "resources": _RESOURCES, "securityContext": ANY, "lifecycle": ANY,
@@ -84,6 +85,10 @@ def check_shape(problems: Problems, path: Path, value: Any, shape: Any) -> None:
         return
     if shape is STRINGS:
         _check_strings(problems, path, value)
+    elif shape is QUANTITIES:
+        for key, entry in value.items() if isinstance(value, dict) else ((None, value),):
+            if key is None or isinstance(entry, bool) or not isinstance(entry, QUANTITY):
+                problems.add(path if key is None else (*path, key), f"must be a quantity, not {kind(entry)}")
     elif isinstance(shape, dict):
         if not isinstance(value, dict):
             problems.add(path, f"must be a mapping, not {kind(value)}")

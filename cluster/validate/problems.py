@@ -58,6 +58,14 @@ class Problems:
         return sorted(self._found.values(), key=lambda problem: problem.line)
 
 
+def check_text(problems: Problems) -> None:
+    """What is wrong with a document whatever it is about."""
+    for path in problems.source.duplicates:
+        problems.add(path, "stands twice in one mapping; YAML takes the last")
+    for path in problems.source.odd_keys:
+        problems.add(path, f"a key must be text, and YAML reads this one as {path[-1]!r}; quote it")
+
+
 def suggest(name: str, known: Collection[str]) -> str:
     """`; did you mean X?`, or what is known, to be put behind a message."""
     near = nearest(name, known, cutoff=0.6)

@@ -84,7 +84,7 @@ def rank_resources(config: EngineConfig, has_gpus: bool) -> dict[str, float]:
 def check_growth(problems: Problems, application: ServedApplication, nodes: Nodes) -> None:
     """Settings that go wrong where GPU nodes are started on demand."""
     config, args = application.engine, (*application.path, "args")
-    if config is None or not nodes.has_gpus or config.device == "cpu" or nodes.gpus_present >= config.tp_size:
+    if config is None or not nodes.has_gpus or config.device in ("cpu", "fake") or nodes.gpus_present >= config.tp_size:
         return
     if config.device == "auto":
         problems.add(
@@ -137,7 +137,7 @@ def _overrides(problems: Problems, path: Path, application: dict[str, Any]) -> d
         if not isinstance(entry, dict):
             continue
         place = (*path, "deployments", index)
-        name = entry.get("name")
+        name = str(entry.get("name"))
         if name in found:
             problems.add((*place, "name"), f"deployment {name!r} stands twice; Ray takes the last")
         found[name] = (place, entry)

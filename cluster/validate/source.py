@@ -13,12 +13,14 @@ Path = tuple[Any, ...]
 
 
 class Source:
-    """One YAML document. `data` is what it holds; `duplicates` are keys that stand twice in one mapping."""
+    """One YAML document. `data` is what it holds; `duplicates` are keys that stand twice in one mapping,
+    `odd_keys` those that are no text (`on:`, `8000:`, which YAML reads as true and as a number)."""
 
     def __init__(self, file: str, node: yaml.Node | None, data: Any, first_line: int = 1) -> None:
         self.file = file
         self.data = data
         self.duplicates: list[Path] = []
+        self.odd_keys: list[Path] = []
         self._first_line = first_line
         self._lines: dict[Path, int] = {(): first_line}
         self._blocks: dict[Path, int] = {}
@@ -57,6 +59,8 @@ class Source:
                     continue
                 place = (*path, key)
                 self._lines[place] = self._first_line + key_node.start_mark.line
+                if not isinstance(key, str):
+                    self.odd_keys.append(place)
                 if key in seen:
                     self.duplicates.append(place)
                 seen.add(key)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-
 ADDRESS = ("--ray-address", "127.0.0.1:1")
 
 
