@@ -120,6 +120,7 @@ _COUNTS = slice(H.NUM_ROWS, H.NUM_SUPPRESS_IDS + 1)
 _EXTRA_COUNTS = slice(H.NUM_PENALTIES, H.NUM_SCORE_TARGETS + 1)
 _NO_EXTRAS = ExtraCounts()
 _HEADER_PADDING = (0,) * (HEADER_WORDS - H.NUM_SCORE_TARGETS - 1)
+_PLAIN_HEADER_END = (*_NO_EXTRAS, *_HEADER_PADDING)
 
 
 def _checksum(buffer: np.ndarray) -> int:
@@ -278,9 +279,11 @@ class StepPlanWriter:
         words = plan_words(
             padded_rows, padded_tokens, page_deltas, token_runs, run_tokens, sampling, suppress_runs, suppress_ids
         )
+        header_end = _PLAIN_HEADER_END
         if extras is not None:
             flags |= PlanFlags.EXTRAS
             words += extras.words
+            header_end = (*extras, *_HEADER_PADDING)
         slot, self._next = self._next, (self._next + 1) % len(self._buffers)
         if len(self._buffers[slot]) < words:
             self._buffers[slot] = np.empty(max(words, 2 * len(self._buffers[slot])), dtype=np.int32)
@@ -290,9 +293,7 @@ class StepPlanWriter:
             num_rows, padded_rows, num_decode, num_samples, num_tokens, padded_tokens,
             page_deltas, token_runs, run_tokens, sampling, suppress_runs, suppress_ids,
         )  # fmt: skip
-        buffer[:HEADER_WORDS] = (
-            PLAN_MAGIC, words, 0, low, high, int(flags), *counts, *(extras or _NO_EXTRAS), *_HEADER_PADDING,
-        )  # fmt: skip
+        buffer[:HEADER_WORDS] = (PLAN_MAGIC, words, 0, low, high, int(flags), *counts, *header_end)
         return StepPlan(buffer, counts, extras)
 
 
