@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
@@ -42,8 +42,21 @@ class MessageToolCall(BaseModel):
     function: FunctionCall
 
 
-class AssistantMessage(BaseModel):
+class _Sparse(BaseModel):
+    """Leaves out the fields named `optional` where they are None."""
+
+    optional: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values = handler(self)
+        return {name: value for name, value in values.items() if value is not None or name not in self.optional}
+
+
+class AssistantMessage(_Sparse):
     """`content` is None when there are only tool calls."""
+
+    optional = ("reasoning_content", "tool_calls")
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -51,27 +64,25 @@ class AssistantMessage(BaseModel):
     reasoning_content: str | None = None
     tool_calls: list[MessageToolCall] | None = None
 
-    @model_serializer(mode="wrap")
-    def _without_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values = handler(self)
-        return {name: value for name, value in values.items() if value is not None or name in ("content", "refusal")}
-
 
 class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
-    logprobs: None = None
+    logprobs: dict[str, Any] | None = None
     finish_reason: str
 
 
-class CompletionChoice(BaseModel):
+class CompletionChoice(_Sparse):
+    optional = ("prompt_logprobs",)
+
     index: int
     text: str
-    logprobs: None = None
+    logprobs: dict[str, Any] | None = None
     finish_reason: str
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
-class _Answer(BaseModel):
+class _Answer(_Sparse):
     model_config = ConfigDict(protected_namespaces=())
 
     id: str
@@ -84,8 +95,11 @@ class _Answer(BaseModel):
 class ChatCompletion(_Answer):
     """Answer of POST /v1/chat/completions without `stream`."""
 
+    optional = ("prompt_logprobs",)
+
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
 class Completion(_Answer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from cluster.errors import InvalidRequestError
 from cluster.serve.answers import AssistantMessage, ChatChoice, ChatCompletion, FunctionCall, MessageToolCall, new_id
@@ -11,7 +12,7 @@ from cluster.serve.messages import NamedTool
 from cluster.serve.protocol import ChatCompletionRequest, TokenizeRequest
 from cluster.serve.service import Choice, ChunkWriter, Service, UsageCounter
 from cluster.serve.sse import EventStream, to_json
-from cluster.serve.streams import Delta
+from cluster.serve.streams import Delta, ScoredToken
 from cluster.serve.text import ChatRendering
 
 
@@ -44,8 +45,16 @@ async def chat_completion(
             lambda choices: ChatCompletion(
                 id=answer_id,
                 model=service.model,
-                choices=[whole_choice(i, *pair) for i, pair in enumerate(zip(choices, readers, strict=True))],
+                choices=[
+                    whole_choice(service, request, i, choice, reader)
+                    for i, (choice, reader) in enumerate(zip(choices, readers, strict=True))
+                ],
                 usage=count.usage,
+                prompt_logprobs=(
+                    None
+                    if request.prompt_logprobs is None
+                    else service.logprobs.prompt(prompt, choices[0].prompt_logprobs)
+                ),
             ),
         )
 
@@ -53,16 +62,25 @@ async def chat_completion(
         answer_id, "chat.completion.chunk", service.model, count, request.with_usage, request.continuous_usage
     )
 
+    waiting: list[list[ScoredToken]] = [[] for _ in pairs]  # log probabilities not sent yet
+
     def begin() -> Sequence[str]:
         return [writer.choice(i, '"delta":{"role":"assistant","content":""}', None) for i in range(len(pairs))]
 
     def chunks(index: int, delta: Delta) -> Sequence[str]:
-        written = []
-        for part in readers[index].read(delta.text, delta.finish_reason):
-            written.append(writer.choice(index, f'"delta":{to_json(part)}', None))
+        parts: list[tuple[dict[str, Any], str | None]] = [
+            (part, None) for part in readers[index].read(delta.text, delta.finish_reason)
+        ]
         if delta.finish_reason:
-            reason = readers[index].finish_reason(delta.finish_reason)
-            written.append(writer.choice(index, '"delta":{}', reason))
+            parts.append(({}, readers[index].finish_reason(delta.finish_reason)))
+        if delta.logprobs:
+            waiting[index] += delta.logprobs
+        written = []
+        for part, reason in parts:
+            # with the first chunk that has room for them, be it the one that ends the choice
+            scores = {"content": service.logprobs.chat(waiting[index])} if waiting[index] else None
+            waiting[index] = []
+            written.append(writer.choice(index, f'"delta":{to_json(part)}', reason, scores))
         return written
 
     return await service.stream(group, writer, begin, chunks)
@@ -91,7 +109,9 @@ def forced_beginning(service: Service, request: ChatCompletionRequest) -> str:
     return ""
 
 
-def whole_choice(index: int, choice: Choice, reader: AnswerReader) -> ChatChoice:
+def whole_choice(
+    service: Service, request: ChatCompletionRequest, index: int, choice: Choice, reader: AnswerReader
+) -> ChatChoice:
     """A choice of an answer without `stream`."""
     content, reasoning, calls = [], [], []
     for part in reader.read(choice.text, choice.finish_reason):
@@ -108,4 +128,9 @@ def whole_choice(index: int, choice: Choice, reader: AnswerReader) -> ChatChoice
         reasoning_content="".join(reasoning) or None,
         tool_calls=calls or None,
     )
-    return ChatChoice(index=index, message=message, finish_reason=reader.finish_reason(choice.finish_reason))
+    return ChatChoice(
+        index=index,
+        message=message,
+        logprobs={"content": service.logprobs.chat(choice.logprobs)} if request.logprobs else None,
+        finish_reason=reader.finish_reason(choice.finish_reason),
+    )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from cluster.serve.answers import Completion, CompletionChoice, new_id
 from cluster.serve.protocol import COMPLETION_DEFAULT_MAX_TOKENS, CompletionRequest
-from cluster.serve.service import ChunkWriter, Service, UsageCounter
+from cluster.serve.service import Choice, ChunkWriter, Service, UsageCounter
 from cluster.serve.sse import EventStream, to_json
-from cluster.serve.streams import Delta
+from cluster.serve.streams import Delta, ScoredToken
+from scheduler.step import LogprobBlock
 
 
 async def completion(service: Service, request: CompletionRequest, arrived: float) -> Completion | EventStream:
@@ -24,6 +26,11 @@ async def completion(service: Service, request: CompletionRequest, arrived: floa
     echoes = await echoed_texts(service, request)
     group = service.engine.open(pairs, service.options(request, arrived, continues_text=True))
     count = UsageCounter(prompts, request.choices)
+    texts = [
+        CompletionText(service, request, prompt, echo)
+        for prompt, echo in zip(prompts, echoes, strict=True)
+        for _ in range(request.choices)
+    ]
     answer_id = new_id("cmpl")
     if not request.stream:
         return await service.answer(
@@ -32,12 +39,7 @@ async def completion(service: Service, request: CompletionRequest, arrived: floa
             lambda choices: Completion(
                 id=answer_id,
                 model=service.model,
-                choices=[
-                    CompletionChoice(
-                        index=i, text=echoes[i // request.choices] + choice.text, finish_reason=choice.finish_reason
-                    )
-                    for i, choice in enumerate(choices)
-                ],
+                choices=[texts[i].whole(i, choice) for i, choice in enumerate(choices)],
                 usage=count.usage,
             ),
         )
@@ -46,14 +48,15 @@ async def completion(service: Service, request: CompletionRequest, arrived: floa
         answer_id, "text_completion", service.model, count, request.with_usage, request.continuous_usage
     )
 
-    def begin() -> Sequence[str]:
-        texts = [echoes[i // request.choices] for i in range(len(pairs))]
-        return [writer.choice(i, f'"text":{to_json(text)}', None) for i, text in enumerate(texts) if text]
-
     def chunks(index: int, delta: Delta) -> Sequence[str]:
-        return [writer.choice(index, f'"text":{to_json(delta.text)}', delta.finish_reason)]
+        text = texts[index]
+        echo = text.begin(delta.prompt_logprobs)
+        written = [] if echo is None else [writer.choice(index, f'"text":{to_json(text.echo)}', None, echo[0])]
+        scores = text.scores(delta.text, delta.logprobs)
+        written.append(writer.choice(index, f'"text":{to_json(delta.text)}', delta.finish_reason, scores))
+        return written
 
-    return await service.stream(group, writer, begin, chunks)
+    return await service.stream(group, writer, lambda: (), chunks)
 
 
 async def echoed_texts(service: Service, request: CompletionRequest) -> list[str]:
@@ -65,3 +68,53 @@ async def echoed_texts(service: Service, request: CompletionRequest) -> list[str
         prompt if isinstance(prompt, str) else await service.text.decode(prompt, skip_special)
         for prompt in request.prompts
     ]
+
+
+class CompletionText:
+    """One choice's text with what `echo` and `logprobs` add to it.
+
+    Args:
+        prompt: its token ids.
+        echo: the prompt's text if it is part of the choice's.
+    """
+
+    def __init__(self, service: Service, request: CompletionRequest, prompt: list[int], echo: str) -> None:
+        self.echo = echo
+        self._writer = service.logprobs
+        self._request = request
+        self._prompt = prompt
+        self._begun = not request.echo
+        self._offset = 0  # characters of the text so far
+
+    def begin(self, prompt_logprobs: LogprobBlock | None) -> tuple[dict[str, Any] | None] | None:
+        """At the first delta: the log probabilities, if any, of the echo that comes before it; None: no echo now."""
+        if self._begun:
+            return None
+        self._begun = True
+        self._offset = len(self.echo)
+        if self._request.logprobs is None:
+            return (None,)
+        return (self._writer.echoed(self._prompt, prompt_logprobs, self._request.logprobs),)
+
+    def scores(self, text: str, scored: list[ScoredToken] | None) -> dict[str, Any] | None:
+        """`logprobs` of the next piece of text."""
+        offset, self._offset = self._offset, self._offset + len(text)
+        return None if self._request.logprobs is None else self._writer.completion(scored or [], offset)
+
+    def whole(self, index: int, choice: Choice) -> CompletionChoice:
+        """The choice of an answer without `stream`."""
+        echo = self.begin(choice.prompt_logprobs)
+        scores = self.scores(choice.text, choice.logprobs)
+        if echo is not None and scores is not None:
+            scores = {name: echo[0][name] + scores[name] for name in scores}
+        wanted = self._request.prompt_logprobs
+        block = choice.prompt_logprobs
+        return CompletionChoice(
+            index=index,
+            text=self.echo + choice.text,
+            logprobs=scores,
+            finish_reason=choice.finish_reason,
+            prompt_logprobs=(
+                None if wanted is None else self._writer.prompt(self._prompt, block and block.narrowed(wanted))
+            ),
+        )

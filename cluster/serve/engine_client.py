@@ -86,7 +86,9 @@ class EngineClient:
                 continues_text=options.continues_text,
                 include_stop=options.include_stop,
             )
-            stream = self._table.open(detokenizer, group, index, options.arrived, options.include_stop)
+            stream = self._table.open(
+                detokenizer, group, index, options.arrived, options.include_stop, params.logprobs or 0
+            )
             response = self._handle.generate.remote(
                 self._receiver.address,
                 stream.stream_id,

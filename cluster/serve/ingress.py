@@ -27,6 +27,7 @@ from cluster.serve.completions import completion
 from cluster.serve.engine_client import EngineClient
 from cluster.serve.errors import problem_of
 from cluster.serve.gate import Gate, Rules, respond
+from cluster.serve.logprobs import LogprobWriter
 from cluster.serve.metrics import render
 from cluster.serve.parsers import choose_tool_parser, has_reasoning
 from cluster.serve.protocol import (
@@ -91,6 +92,7 @@ class Ingress:
                 engine=EngineClient(self._engine, tokenizer, context.get_node_id(), ray.util.get_node_ip_address()),
                 text=TextWorker(tokenizer, info["vocab_size"]),
                 config=self._config,
+                logprobs=LogprobWriter(tokenizer),
                 tool_parser=choose_tool_parser(self._config.tool_parser, template and template.source),
                 has_reasoning=has_reasoning(self._config.reasoning_parser, template and template.source),
             )

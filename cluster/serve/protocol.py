@@ -34,7 +34,7 @@ from cluster.serve.messages import (
     Text,
     Tool,
 )
-from scheduler.sampling_params import SamplingParams
+from scheduler.sampling_params import MAX_LOGPROBS, SamplingParams
 
 MAX_CHOICES = 128
 MAX_STREAMS = 1024  # prompts x n of one request
@@ -49,6 +49,10 @@ _SAMPLING_FIELDS = (
     "stop",
     "stop_token_ids",
     "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
 )
 
 
@@ -85,13 +89,7 @@ class GenerationRequest(BaseModel):
     # Known to OpenAI or vLLM clients, not supported: allowed only with a value that changes nothing.
     neutral_only: ClassVar[dict[str, tuple[Any, ...]]] = {
         "best_of": (1,),
-        "frequency_penalty": (0,),
-        "logit_bias": ({},),
-        "logprobs": (False,),
         "metadata": ({},),
-        "presence_penalty": (0,),
-        "prompt_logprobs": (0,),
-        "repetition_penalty": (1,),
         "response_format": ({"type": "text"},),
         "service_tier": ("auto", "default"),
         "store": (False,),
@@ -109,6 +107,11 @@ class GenerationRequest(BaseModel):
     stop: Text | list[Text] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -133,6 +136,8 @@ class GenerationRequest(BaseModel):
     def _check_stream_options(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise InvalidFieldError("'stream_options' needs 'stream': true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidFieldError("'prompt_logprobs' are not in a stream; leave out 'stream'", "prompt_logprobs")
         if self.stream_options is not None and self.continuous_usage and not self.with_usage:
             raise InvalidFieldError("'continuous_usage_stats' needs 'include_usage': true", "stream_options")
         return self
@@ -148,6 +153,11 @@ class GenerationRequest(BaseModel):
     @property
     def choices(self) -> int:
         return self.n or 1
+
+    @property
+    def scores(self) -> dict[str, int | None]:
+        """The log probabilities that the engine is to compute, as `SamplingParams` names them."""
+        return {"prompt_logprobs": self.prompt_logprobs}
 
     @property
     def token_limit(self) -> tuple[str, int | None]:
@@ -174,7 +184,7 @@ class GenerationRequest(BaseModel):
                 f"prompt; shorten the prompt or lower {limit_field}",
                 limit_field,
             )
-        values = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        values = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | self.scores
         given = {name: value for name, value in values.items() if value is not None}
         seed = (self.seed if self.seed is not None else seed) & ((1 << 64) - 1)
         try:
@@ -203,11 +213,12 @@ class ChatCompletionRequest(GenerationRequest):
         "modalities": (["text"],),
         "prediction": (),
         "reasoning_effort": (),
-        "top_logprobs": (0,),
         "web_search_options": (),
     }
 
     messages: list[ChatMessage] = Field(min_length=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -215,6 +226,16 @@ class ChatCompletionRequest(GenerationRequest):
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatCompletionRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidFieldError("'top_logprobs' needs 'logprobs': true", "top_logprobs")
+        return self
+
+    @property
+    def scores(self) -> dict[str, int | None]:
+        return super().scores | {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
 
     @model_validator(mode="after")
     def _check_tools(self) -> ChatCompletionRequest:
@@ -278,7 +299,6 @@ class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions. `prompt`: text, token ids, or a list of either."""
 
     neutral_only: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.neutral_only | {
-        "logprobs": (),
         "suffix": ("",),
     }
 
@@ -290,6 +310,7 @@ class CompletionRequest(GenerationRequest):
         Discriminator(_kind_of_prompt),  # trying each in turn takes long on a long list
     ]
     echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @field_validator("prompt")
     @classmethod
@@ -304,6 +325,15 @@ class CompletionRequest(GenerationRequest):
         if total > MAX_STREAMS:
             raise InvalidFieldError(f"{total} choices (prompts x n) in one request; the limit is {MAX_STREAMS}", "n")
         return self
+
+    @property
+    def scores(self) -> dict[str, int | None]:
+        """With `echo` the prompt's tokens have log probabilities as well."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return {
+            "logprobs": self.logprobs,
+            "prompt_logprobs": max((top for top in wanted if top is not None), default=None),
+        }
 
     @property
     def prompts(self) -> list[str | list[int]]:

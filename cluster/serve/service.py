@@ -6,19 +6,21 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cluster.config import EngineConfig
 from cluster.errors import InvalidRequestError, UnknownModelError
 from cluster.serve.answers import ModelCard, Usage
 from cluster.serve.engine_client import EngineClient, GroupOptions
 from cluster.serve.errors import ContextLengthError
+from cluster.serve.logprobs import LogprobWriter
 from cluster.serve.parsers import ToolParser
 from cluster.serve.protocol import GenerationRequest
 from cluster.serve.sse import DONE, EventStream, event, to_json
-from cluster.serve.streams import Delta, StreamGroup
+from cluster.serve.streams import Delta, ScoredToken, StreamGroup
 from cluster.serve.text import TextWorker
 from scheduler.sampling_params import SamplingParams
+from scheduler.step import LogprobBlock
 
 Answer = TypeVar("Answer")
 
@@ -32,6 +34,7 @@ class Service:
     engine: EngineClient
     text: TextWorker
     config: EngineConfig
+    logprobs: LogprobWriter
     tool_parser: type[ToolParser] | None = None
     has_reasoning: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
@@ -148,9 +151,13 @@ class Choice:
 
     text: str = ""
     finish_reason: str = ""
+    logprobs: list[ScoredToken] = field(default_factory=list)
+    prompt_logprobs: LogprobBlock | None = None
 
     def add(self, delta: Delta) -> None:
         self.text += delta.text
+        self.logprobs += delta.logprobs or []
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
         self.finish_reason = delta.finish_reason or self.finish_reason
 
 
@@ -197,9 +204,9 @@ class ChunkWriter:
         self._continuous_usage = continuous_usage
         self._tail = ',"usage":null}' if with_usage else "}"
 
-    def choice(self, index: int, content: str, finish_reason: str | None) -> str:
+    def choice(self, index: int, content: str, finish_reason: str | None, logprobs: Any = None) -> str:
         """A chunk of one choice; `content` is its own part, as JSON members: `"text":"..."`."""
-        end = f'"logprobs":null,"finish_reason":{to_json(finish_reason)}'
+        end = f'"logprobs":{to_json(logprobs)},"finish_reason":{to_json(finish_reason)}'
         tail = f',"usage":{self.count.usage.model_dump_json()}}}' if self._continuous_usage else self._tail
         return f'{self._head},"choices":[{{"index":{index},{content},{end}}}]{tail}'
 

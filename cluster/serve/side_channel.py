@@ -4,17 +4,20 @@ A Serve call per token would cost more than the token. So an ingress binds a `St
 `ReplyAddress` to the engine inside every Serve call; the engine's `StepSender` connects to it once and then sends,
 after each step, one msgpack array with all new tokens of that ingress's streams::
 
-    [VERSION, secret, step_id, stream_ids int64[n], tokens int32[n], finish uint8[n], cached int32[n], {stream: error}]
+    [VERSION, secret, step_id, stream_ids int64[n], tokens int32[n], finish uint8[n], cached int32[n], {stream: error},
+     None or [index int32[m], top, words], {stream: [top, words]}]
 
-Arrays travel as little-endian bytes. Nothing is unpickled. On one node the pipe is an ipc socket in a directory only
-this user can enter; between nodes it is tcp with CURVE, where the ingress admits the one client key it made itself
-and passed through Ray. Whatever does not carry the address's secret and this schema is dropped and counted.
+The last two are log probabilities of tokens and of prompts, see `scheduler.step.LogprobBlock`. Arrays travel as
+little-endian bytes. Nothing is unpickled. On one node the pipe is an ipc socket in a directory only this user can
+enter; between nodes it is tcp with CURVE, where the ingress admits the one client key it made itself and passed
+through Ray. Whatever does not carry the address's secret and this schema is dropped and counted.
 """
 
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -22,8 +25,10 @@ import numpy as np
 from cluster.curve import KeyPair
 from cluster.errors import TransportError
 from scheduler.outputs import FinishReason
+from scheduler.sampling_params import MAX_LOGPROBS
+from scheduler.step import LogprobBlock, SampledLogprobs
 
-VERSION = 1
+VERSION = 2
 _ARRAYS = (np.dtype("<i8"), np.dtype("<i4"), np.dtype("u1"), np.dtype("<i4"))
 _LAST_FINISH = max(FinishReason)
 
@@ -51,11 +56,17 @@ class StepMessage:
     finish: np.ndarray
     cached_tokens: np.ndarray
     errors: dict[int, str]
+    logprobs: SampledLogprobs | None = None  # of the entries that it indexes
+    prompt_logprobs: dict[int, LogprobBlock] = field(default_factory=dict)
 
     def encode(self, secret: bytes) -> bytes:
         arrays = (self.stream_ids, self.tokens, self.finish, self.cached_tokens)
         packed = [array.astype(kind, copy=False).tobytes() for array, kind in zip(arrays, _ARRAYS, strict=True)]
-        return msgpack.packb([VERSION, secret, self.step_id, *packed, self.errors])
+        scored = None
+        if self.logprobs is not None:
+            scored = [self.logprobs.index.astype("<i4", copy=False).tobytes(), *_pack(self.logprobs.block)]
+        prompts = {stream: _pack(block) for stream, block in self.prompt_logprobs.items()}
+        return msgpack.packb([VERSION, secret, self.step_id, *packed, self.errors, scored, prompts])
 
     @classmethod
     def decode(cls, data: bytes, secret: bytes) -> StepMessage:
@@ -68,7 +79,7 @@ class StepMessage:
             parts = msgpack.unpackb(data, strict_map_key=False)
         except (ValueError, msgpack.UnpackException) as error:
             raise TransportError(f"not a step message: {error}") from error
-        if not (isinstance(parts, list) and len(parts) == 8 and parts[0] == VERSION and isinstance(parts[1], bytes)):
+        if not (isinstance(parts, list) and len(parts) == 10 and parts[0] == VERSION and isinstance(parts[1], bytes)):
             raise TransportError("not a step message of this version; engine and ingress must run the same raydix")
         if not secrets.compare_digest(parts[1], secret):
             raise TransportError("step message with a wrong secret")
@@ -87,4 +98,28 @@ class StepMessage:
             isinstance(failures, dict) and all(isinstance(k, int) and isinstance(v, str) for k, v in failures.items())
         ):
             raise TransportError("step message with a malformed error table")
-        return cls(step_id, *arrays, failures)
+        try:
+            scored = None if parts[8] is None else _unpack_scored(*parts[8], len(arrays[0]))
+            prompts = {int(stream): _unpack(*block) for stream, block in parts[9].items()}
+        except (ValueError, TypeError, AttributeError) as error:
+            raise TransportError(f"step message with malformed log probabilities: {error}") from error
+        return cls(step_id, *arrays, failures, scored, prompts)
+
+
+def _pack(block: LogprobBlock) -> list[Any]:
+    return [block.top, block.words.astype("<i4", copy=False).tobytes()]
+
+
+def _unpack(top: int, words: bytes) -> LogprobBlock:
+    if not 0 <= top <= MAX_LOGPROBS:
+        raise ValueError(f"{top} alternatives")
+    return LogprobBlock(np.frombuffer(words, "<i4").reshape(-1, 2 + 2 * top))
+
+
+def _unpack_scored(index: bytes, top: int, words: bytes, entries: int) -> SampledLogprobs:
+    scored = SampledLogprobs(np.frombuffer(index, "<i4"), _unpack(top, words))
+    if len(scored.index) != len(scored.block):
+        raise ValueError(f"{len(scored.index)} places for {len(scored.block)} tokens")
+    if len(scored.index) and not 0 <= scored.index.min() <= scored.index.max() < entries:
+        raise ValueError("of a token that is not there")
+    return scored

@@ -13,6 +13,7 @@ from cluster.curve import connect_with
 from cluster.errors import TransportError
 from cluster.serve.side_channel import ReplyAddress, StepMessage
 from scheduler.outputs import StepOutputs
+from scheduler.step import LogprobBlock, SampledLogprobs
 
 STREAM_BITS = 40  # request id = channel << STREAM_BITS | stream id
 STREAM_MASK = (1 << STREAM_BITS) - 1
@@ -24,6 +25,13 @@ HEARTBEAT_TIMEOUT_MS = 10_000
 def join_request_id(channel: int, stream_id: int) -> int:
     """The engine's request id of an ingress's stream."""
     return channel << STREAM_BITS | stream_id
+
+
+def _share(logprobs: SampledLogprobs, mine: np.ndarray) -> SampledLogprobs:
+    """The part that belongs to the entries of which `mine` (bool[n]) is true, numbered among those."""
+    kept = mine[logprobs.index]
+    places = np.cumsum(mine) - 1
+    return SampledLogprobs(places[logprobs.index[kept]], LogprobBlock(logprobs.block.words[kept]))
 
 
 @dataclass
@@ -109,6 +117,12 @@ class StepSender:
                     cached_tokens=outputs.cached_tokens[mine],
                     errors={
                         key & STREAM_MASK: text for key, text in outputs.errors.items() if key >> STREAM_BITS == number
+                    },
+                    logprobs=None if outputs.logprobs is None else _share(outputs.logprobs, mine),
+                    prompt_logprobs={
+                        key & STREAM_MASK: block
+                        for key, block in outputs.prompt_logprobs.items()
+                        if key >> STREAM_BITS == number
                     },
                 )
                 if not self._send(number, message):

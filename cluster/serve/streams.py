@@ -14,14 +14,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cluster.detokenizer import IncrementalDetokenizer
 from cluster.errors import EngineClosedError, EngineError, RaydixError
 from cluster.serve.metrics import IngressMetrics
 from cluster.serve.side_channel import StepMessage
 from scheduler.outputs import FinishReason
+from scheduler.step import LogprobBlock
 
 logger = logging.getLogger(__name__)
+
+
+class ScoredToken(NamedTuple):
+    """A generated token and its log probabilities, a block of one."""
+
+    token: int
+    block: LogprobBlock
 
 
 @dataclass(slots=True)
@@ -29,7 +38,8 @@ class Delta:
     """What is new on one stream. The last delta has `finish_reason` or `error`.
 
     `num_tokens` counts the tokens behind it (also those without text yet); `cached_tokens` is the prompt's share that
-    came from the prefix cache.
+    came from the prefix cache. `logprobs`: of the tokens behind the text, where they were asked for, and
+    `prompt_logprobs`, once, of the prompt's but the first.
     """
 
     text: str = ""
@@ -37,6 +47,8 @@ class Delta:
     cached_tokens: int = 0
     finish_reason: str | None = None
     error: RaydixError | None = None
+    logprobs: list[ScoredToken] | None = None
+    prompt_logprobs: LogprobBlock | None = None
 
     @property
     def is_last(self) -> bool:
@@ -47,6 +59,9 @@ class Delta:
         self.num_tokens += later.num_tokens
         self.cached_tokens = max(self.cached_tokens, later.cached_tokens)
         self.finish_reason, self.error = later.finish_reason, later.error
+        if later.logprobs:
+            self.logprobs = (self.logprobs or []) + later.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
 
 
 class TokenStream:
@@ -60,6 +75,7 @@ class TokenStream:
         index: int,
         arrived: float,
         include_stop: bool = False,
+        top_logprobs: int = 0,
     ) -> None:
         self.stream_id = stream_id
         self.group = group
@@ -71,9 +87,18 @@ class TokenStream:
         self.engine_ended = False  # the engine knows that the request is over
         self._detokenizer = detokenizer
         self._include_stop = include_stop
+        self._top_logprobs = top_logprobs
         self._silent_tokens = 0  # tokens whose text is not complete yet
+        self._silent_logprobs: list[ScoredToken] = []
+        self._prompt_logprobs: LogprobBlock | None = None
 
-    def advance(self, token: int, finish: int, cached_tokens: int, failure: str | None) -> Delta | None:
+    def score_prompt(self, block: LogprobBlock) -> None:
+        """The prompt's log probabilities; they go with the next delta."""
+        self._prompt_logprobs = block
+
+    def advance(
+        self, token: int, finish: int, cached_tokens: int, failure: str | None, scores: LogprobBlock | None = None
+    ) -> Delta | None:
         """Apply one entry of a step message; None when there is nothing to tell yet."""
         if finish == FinishReason.ERROR:
             return Delta(error=EngineError(failure or "the engine could not finish this request"))
@@ -83,6 +108,8 @@ class TokenStream:
         ids = [token] if token >= 0 and (finish != FinishReason.STOP or self._include_stop) else []
         part = self._detokenizer.add(ids, finished=finish != FinishReason.NONE)
         self._silent_tokens += token >= 0
+        if scores is not None and ids:
+            self._silent_logprobs.append(ScoredToken(token, scores.narrowed(self._top_logprobs)))
         reason = None
         if part.stopped or finish == FinishReason.STOP:
             reason = "stop"
@@ -92,6 +119,9 @@ class TokenStream:
             return None
         delta = Delta(part.text, self._silent_tokens, cached_tokens, reason)
         self._silent_tokens = 0
+        if self._silent_logprobs:
+            delta.logprobs, self._silent_logprobs = self._silent_logprobs, []
+        delta.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         return delta
 
 
@@ -170,9 +200,10 @@ class StreamTable:
         index: int,
         arrived: float,
         include_stop: bool = False,
+        top_logprobs: int = 0,
     ) -> TokenStream:
         """A new stream, known to the receiving thread from now on."""
-        stream = TokenStream(next(self._ids), detokenizer, group, index, arrived, include_stop)
+        stream = TokenStream(next(self._ids), detokenizer, group, index, arrived, include_stop, top_logprobs)
         group.add(stream)
         self._streams[stream.stream_id] = stream
         return stream
@@ -189,8 +220,16 @@ class StreamTable:
 
     def _advance(self, message: StepMessage) -> Iterator[tuple[TokenStream, Delta, bool]]:
         now, first, later = time.monotonic(), [], []
+        scored: dict[int, LogprobBlock] = {}  # by entry
+        if message.logprobs is not None:
+            index, block = message.logprobs
+            scored = {entry: LogprobBlock(block.words[i : i + 1]) for i, entry in enumerate(index.tolist())}
+        for stream_id, block in message.prompt_logprobs.items():
+            if stream_id in self._streams:
+                self._streams[stream_id].score_prompt(block)
         columns = (message.stream_ids, message.tokens, message.finish, message.cached_tokens)
-        for stream_id, token, finish, cached in zip(*(column.tolist() for column in columns), strict=True):
+        entries = zip(*(column.tolist() for column in columns), strict=True)
+        for entry, (stream_id, token, finish, cached) in enumerate(entries):
             stream = self._streams.get(stream_id)
             if stream is None:  # its reader left
                 continue
@@ -201,7 +240,7 @@ class StreamTable:
                     later.append(now - stream.last_token)
                 stream.last_token = now
             try:
-                delta = stream.advance(token, finish, cached, message.errors.get(stream_id))
+                delta = stream.advance(token, finish, cached, message.errors.get(stream_id), scored.get(entry))
             except Exception:  # one stream's text must not stop the others'
                 logger.exception("cannot detokenise stream %d", stream_id)
                 delta = Delta(error=EngineError("internal error while turning tokens into text"))

@@ -14,6 +14,7 @@ from tests.integration.http_server import MODEL, events, running_server
 
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = {"temperature": 0, "max_tokens": 24}
+TOOL = {"type": "function", "function": {"name": "add"}}
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +194,9 @@ BAD_REQUESTS = [
     ("/v1/completions", {"prompt": "a", "max_tokens": "ten"}, 400, "max_tokens"),
     ("/v1/completions", {"prompt": 5}, 400, "prompt"),
     ("/v1/completions", {"prompt": "a", "streem": True}, 400, "streem"),
-    ("/v1/completions", {"prompt": "a", "logprobs": 3}, 400, "logprobs"),
+    ("/v1/completions", {"prompt": "a", "logprobs": 21}, 400, "logprobs"),
+    ("/v1/completions", {"prompt": "a", "logit_bias": {"49152": 1}}, 400, "logit_bias"),
+    ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
     ("/v1/completions", {"prompt": "half a pair: \ud83d"}, 400, "prompt"),
     ("/v1/completions", {"prompt": "a", "half \ud83d": 1}, 400, None),
     ("/v1/completions", {}, 400, "prompt"),
@@ -203,6 +206,8 @@ BAD_REQUESTS = [
     ("/v1/chat/completions", {"messages": CAPITAL, "n": 0}, 400, "n"),
     ("/v1/chat/completions", {"messages": CAPITAL, "max_completion_tokens": -3}, 400, "max_completion_tokens"),
     ("/v1/chat/completions", {"messages": CAPITAL, "tools": [{}]}, 400, "tools"),
+    ("/v1/chat/completions", {"messages": CAPITAL, "tools": [TOOL]}, 400, "tools"),  # the template has no format
+    ("/v1/chat/completions", {"messages": CAPITAL, "response_format": {"type": "json_object"}}, 400, "response_format"),
 ]
 
 

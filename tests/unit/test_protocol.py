@@ -64,7 +64,10 @@ def problem(make, /, **fields):
         ({"stream": True, "stream_options": {"include": True}}, "stream_options.include"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stream": True, "prompt_logprobs": 0}, "prompt_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tools": [ADD, ADD]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
@@ -79,8 +82,8 @@ def problem(make, /, **fields):
         ({"timeout": 0}, "timeout"),
         ({"priority": 1 << 31}, "priority"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"presence_penalty": False}, "presence_penalty"),
+        ({"logit_bias": {"5": "much"}}, "logit_bias"),
     ],
 )
 def test_a_wrong_chat_request_names_its_field(fields, param):
@@ -127,8 +130,8 @@ def test_neutral_values_of_unsupported_fields_are_accepted():
 
 
 def test_false_is_not_zero():
-    assert problem(chat, presence_penalty=False).param == "presence_penalty"
-    assert problem(text, logprobs=0).param == "logprobs"
+    assert problem(text, best_of=True).param == "best_of"
+    assert problem(text, logprobs=False).param == "logprobs"
 
 
 @pytest.mark.parametrize(
@@ -144,6 +147,10 @@ def test_false_is_not_zero():
         ({"stop": [""]}, "stop"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"max_completion_tokens": -5}, "max_completion_tokens"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
     ],
 )
 def test_sampling_limits_name_the_field_the_client_used(fields, param):
@@ -162,6 +169,20 @@ def test_sampling_defaults_and_limits():
     assert text(max_tokens=0).sampling(0, 10, 16).max_tokens == 0
     with pytest.raises(ContextLengthError, match="room for 10 tokens"):
         text(max_tokens=11).sampling(0, 10, 16)
+
+
+def test_what_is_to_be_scored():
+    def scores(params):
+        return params.logprobs, params.prompt_logprobs
+
+    assert scores(chat().sampling(0, 10)) == (None, None)
+    assert scores(chat(logprobs=True).sampling(0, 10)) == (0, None)
+    assert scores(chat(logprobs=True, top_logprobs=3, prompt_logprobs=0).sampling(0, 10)) == (3, 0)
+    assert scores(text(logprobs=0).sampling(0, 10)) == (0, None)
+    assert scores(text(logprobs=2, echo=True).sampling(0, 10)) == (2, 2)
+    assert scores(text(logprobs=2, echo=True, prompt_logprobs=5).sampling(0, 10)) == (2, 5)
+    bias = chat(logit_bias={"5": -100, "7": 1.5}).sampling(0, 10).logit_bias
+    assert bias == {5: -100, 7: 1.5}
 
 
 def test_messages_become_plain_text_for_the_template():

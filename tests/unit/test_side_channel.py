@@ -21,6 +21,7 @@ from cluster.serve.side_channel import StepMessage
 from cluster.serve.step_receiver import StepReceiver
 from cluster.serve.step_sender import StepSender, join_request_id
 from scheduler.outputs import StepOutputs
+from scheduler.step import LogprobBlock, SampledLogprobs
 
 SECRET = b"s" * 16
 
@@ -88,6 +89,46 @@ def test_round_trip():
     for name in ("stream_ids", "tokens", "finish", "cached_tokens"):
         np.testing.assert_array_equal(getattr(back, name), getattr(message(), name))
     assert back.errors == {9: "did not fit"}
+    assert back.logprobs is None
+    assert back.prompt_logprobs == {}
+
+
+def block(rows, top=1):
+    return LogprobBlock(np.arange(rows * (2 + 2 * top), dtype=np.int32).reshape(rows, -1))
+
+
+def test_log_probabilities_go_to_their_streams(receivers, sender):
+    first, second = receivers(), receivers()
+    a, b = (connect(sender, receiver.address) for receiver, _ in (first, second))
+    step = outputs([(join_request_id(*pair), 1) for pair in ((a, 1), (b, 1), (a, 2), (b, 2))])
+    step.logprobs = SampledLogprobs(np.array([0, 2, 3], dtype=np.int32), block(3))
+    step.prompt_logprobs = {join_request_id(b, 1): block(2, top=0)}
+    sender.send(step)
+    to_a, to_b = (received.get(timeout=5) for _, received in (first, second))
+    assert to_a.logprobs.index.tolist() == [0, 1]
+    np.testing.assert_array_equal(to_a.logprobs.block.words, block(3).words[:2])
+    assert to_a.prompt_logprobs == {}
+    assert to_b.logprobs.index.tolist() == [1]
+    np.testing.assert_array_equal(to_b.logprobs.block.words, block(3).words[2:])
+    np.testing.assert_array_equal(to_b.prompt_logprobs[1].words, block(2, top=0).words)
+
+
+@pytest.mark.parametrize(
+    ("scored", "prompts"),
+    [
+        ([b"", 1], {}),
+        ([b"\0\0\0\0", 1, b""], {}),
+        ([b"\7\0\0\0", 0, bytes(8)], {}),
+        ([b"\0\0\0\0", 99, bytes(800)], {}),
+        (None, {1: [0, b"123"]}),
+        (None, {1: 5}),
+        (None, []),
+    ],
+)
+def test_malformed_log_probabilities(scored, prompts):
+    parts = msgpack.unpackb(message().encode(SECRET), strict_map_key=False)
+    with pytest.raises(TransportError, match="log probabilities"):
+        StepMessage.decode(msgpack.packb([*parts[:8], scored, prompts]), SECRET)
 
 
 def good_parts():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from cluster.serve.metrics import IngressMetrics
 from cluster.serve.side_channel import StepMessage
 from cluster.serve.streams import Delta, StreamGroup, StreamTable
 from scheduler.outputs import FinishReason
+from scheduler.step import LogprobBlock, SampledLogprobs
 
 NONE, STOP, LENGTH, ABORT, ERROR = FinishReason
 
@@ -133,6 +135,20 @@ async def test_forgotten_streams_are_ignored(table):
     table.forget(group.streams[0])
     await receive(table, step((a, 1, NONE)))
     assert group.streams[0].pending is None
+
+
+async def test_log_probabilities_come_with_the_text(table):
+    group, (a,) = open_group(table, Letters())
+    words = np.arange(16, dtype=np.int32).reshape(2, 8)  # three alternatives each
+    first, second = step((a, 0, NONE)), step((a, 4, NONE))
+    first = replace(first, logprobs=SampledLogprobs(np.array([0]), LogprobBlock(words[:1])))
+    second = replace(second, logprobs=SampledLogprobs(np.array([0]), LogprobBlock(words[1:])))
+    prompt = LogprobBlock(words[:, :2])
+    await receive(table, replace(first, prompt_logprobs={a: prompt}), second, step((a, 5, LENGTH)))
+    [(_, delta)] = await read(group)
+    assert delta.text == "de"
+    assert delta.prompt_logprobs is prompt
+    assert [(scored.token, scored.block.words.tolist()) for scored in delta.logprobs] == [(0, [[0, 1]]), (4, [[8, 9]])]
 
 
 async def test_the_stop_token_is_text_for_those_who_asked(table):
