@@ -1,10 +1,11 @@
-"""`raydix bench`: throughput of the engine, a comparison with transformers, and the costs of scheduler and cache."""
+"""`raydix bench`: load on a server, throughput of the engine next to transformers', costs of scheduler and cache."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
+from cluster.cli import bench_serve
 from cluster.cli.flags import add_engine_flags, engine_config, positive_int
 from cluster.cli.output import Timeline, cell, check_json_path, print_table, write_json
 from cluster.errors import ConfigError
@@ -14,6 +15,7 @@ def add_parser(commands: Any) -> None:
     """Adds the command and its sub-commands to `commands`, an argparse sub-parser collection."""
     parser = commands.add_parser("bench", help="measure throughput, scheduler and prefix cache")
     kinds = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
+    bench_serve.add_parser(kinds)
     add_throughput(kinds)
     add_latency(kinds)
     add_prefix(kinds)

@@ -95,18 +95,18 @@ def _sharegpt(
     path: Path, text: str, limit: int | None, rate: float, think_time: float, rng: np.random.Generator
 ) -> list[TraceRequest]:
     try:
-        conversations = [_exchanges(entry["conversations"]) for entry in json.loads(text)]
+        conversations = [exchanges(entry["conversations"]) for entry in json.loads(text)]
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} is no ShareGPT trace (a list of objects with `conversations` of `from` and `value`): {error!r}"
         ) from error
-    conversations = [exchanges for exchanges in conversations if exchanges]
+    conversations = [pairs for pairs in conversations if pairs]
     turns = sum(map(len, conversations)) / max(len(conversations), 1)
     starts = session_starts(len(conversations), rate / max(turns, 1), rng)
     requests: list[TraceRequest] = []
-    for start, exchanges in zip(starts.tolist(), conversations, strict=True):
+    for start, pairs in zip(starts.tolist(), conversations, strict=True):
         prompt: tuple[Segment, ...] = ()
-        for turn, (question, answer) in enumerate(exchanges):
+        for turn, (question, answer) in enumerate(pairs):
             if limit is not None and len(requests) >= limit:
                 return requests
             prompt = (*prompt, _text_segment(question))
@@ -118,8 +118,8 @@ def _sharegpt(
     return requests
 
 
-def _exchanges(conversation: list[dict[str, str]]) -> list[tuple[str, str]]:
-    """(question, answer) pairs; what stands alone is left out."""
+def exchanges(conversation: list[dict[str, str]]) -> list[tuple[str, str]]:
+    """(question, answer) pairs of a ShareGPT conversation; what stands alone is left out."""
     pairs, question = [], None
     for message in conversation:
         if message["from"] in ("human", "user"):
