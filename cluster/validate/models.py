@@ -45,7 +45,7 @@ def check_model(problems: Problems, path: Path, value: Any, model: type[BaseMode
                 place = mentioned(place, problems.source.get(place), message)
                 problems.add(place, message)
             else:
-                secret = "Secret" in str(model.model_fields[problem["loc"][0]].annotation)
+                secret = "Secret" in str(getattr(model.model_fields.get(problem["loc"][0]), "annotation", ""))
                 problems.add(place, message if secret else f"{message} (got {problem['input']!r})")
     except (ImportError, AttributeError, TypeError, ValueError) as error:  # of validators that import what is named
         problems.add(mentioned(path, value, str(error)), f"{type(error).__name__}: {error}")

@@ -50,6 +50,11 @@ def check_serve(problems: Problems, data: Any) -> list[ServedApplication]:
         problems.add((), f"must be a mapping, not {kind(data)}")
         return []
     check_model(problems, (), data, ServeDeploySchema)
+    for section in ("http_options", "grpc_options"):
+        options = data.get(section)
+        port = options.get("port", 1) if isinstance(options, dict) else 1
+        if isinstance(port, bool) or (isinstance(port, int) and not 1 <= port <= 65535):
+            problems.add((section, "port"), f"is no TCP port (1 to 65535): {port!r}")
     applications = data.get("applications")
     found = []
     for index, application in enumerate(applications if isinstance(applications, list) else []):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from cluster.cli import EXIT_OK, EXIT_USAGE, main
 from cluster.errors import ConfigError
@@ -70,6 +74,7 @@ MISTAKES = [
     Mistake(REPLICAS, "num_replicas: 4", "logging_config: {level: DEBUG}", f"{ENGINE}.logging_config.level",
             "unknown key"),
     # Serve: values
+    Mistake(TP8, "port: 8000", "port: 80000", "http_options.port", "no TCP port"),
     Mistake(AUTO, "min_replicas: 1", "min_replicas: 6", f"{ENGINE}.autoscaling_config.", "must be greater than"),
     Mistake(AUTO, "      - name: engine", "      - name: engine\n        num_replicas: 2", f"{ENGINE}.num_replicas",
             "not allowed when autoscaling_config"),
@@ -209,8 +214,50 @@ def test_missing_and_empty_files(tmp_path: Path) -> None:
     assert "neither" in problem.message
 
 
+def test_keys_of_clients_are_not_printed(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("api_key: sk-very-secret\n")
+    (problem,) = validate_files([str(file)]).problems
+    assert problem.key == "api_key"
+    assert "secret" not in problem.message
+
+
+def test_a_key_that_is_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "odd.yaml"
+    file.write_text("tp_size: 2\non: 1\n")
+    (problem,) = validate_files([str(file)]).problems
+    assert "quote it" in problem.message
+    assert problem.line == 2
+
+
 def test_a_key_that_stands_twice(tmp_path: Path) -> None:
     file = tmp_path / "twice.yaml"
     file.write_text("tp_size: 2\npage_size: 16\ntp_size: 4\n")
     (problem,) = validate_files([str(file)]).problems
     assert (problem.line, problem.key) == (3, "tp_size")
+
+
+def paths(value: Any, path: tuple = ()) -> Iterator[tuple]:
+    """Of everything inside `value`."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, entry in entries:
+        yield (*path, key)
+        yield from paths(entry, (*path, key))
+
+
+@pytest.mark.parametrize("file", [AUTO, P5, LOCAL, SERVICE, RAYCLUSTER], ids=lambda name: Path(name).stem)
+def test_values_of_any_type_are_problems_and_not_crashes(file: str, tmp_path: Path) -> None:
+    junk = [None, True, 0, -1, 1.5, "", "x", [], ["a"], {}, {"a": 1}, [{}], [None], 10**9, {1: 2}]
+    chance = random.Random(0)
+    text, broken = (CONFIGS / file).read_text(), tmp_path / "broken.yaml"
+    for _ in range(25):
+        data = yaml.safe_load(text)
+        *above, last = chance.choice(list(paths(data)))
+        place = data
+        for key in above:
+            place = place[key]
+        place[last] = chance.choice(junk)
+        broken.write_text(yaml.safe_dump(data))
+        for problem in validate_files([str(broken)]).problems:
+            assert problem.line >= 1
+            assert problem.message
