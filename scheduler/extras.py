@@ -101,12 +101,11 @@ class PromptScoreKeeper:
     """Collects the log probabilities of prompts, and hands each out whole with its request's next output."""
 
     def __init__(self) -> None:
-        self._complete: list[Req] = []
+        self.complete: list[Req] = []  # scored to their end, and not named by outputs since
 
     def record(self, scores: PromptScores | None, by_row: list[Req | None], rows: RowState) -> None:
         """Take the scores of a step, before its finishes: its rows still have the requests they had then."""
-        if self._complete:
-            self._complete = [req for req in self._complete if req.state is not ReqState.ENDED]
+        self.complete = [req for req in self.complete if req.state is not ReqState.ENDED]
         if scores is None:
             return
         at = 0
@@ -117,23 +116,21 @@ class PromptScoreKeeper:
                 req.prompt_scores.append(block.narrowed(req.request.sampling.prompt_logprobs))
                 req.scored += count
                 if not req.to_score:
-                    self._complete.append(req)
+                    self.complete.append(req)
             at += count
 
     def deliver(self, outputs: StepOutputs) -> None:
         """Add to `outputs` the prompts of the requests that they name."""
-        if not self._complete:
-            return
         named = set(outputs.request_ids.tolist())
         waiting = []
-        for req in self._complete:
+        for req in self.complete:
             if req.request_id in named:
                 top = req.request.sampling.prompt_logprobs
                 outputs.prompt_logprobs[req.request_id] = LogprobBlock.joined(req.prompt_scores, top)
                 req.prompt_scores.clear()
             else:
                 waiting.append(req)
-        self._complete = waiting
+        self.complete = waiting
 
 
 def of_wanted(logprobs: SampledLogprobs, wanted: np.ndarray) -> SampledLogprobs:

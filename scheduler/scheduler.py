@@ -217,9 +217,12 @@ class Scheduler:
             )
         self._in_flight.popleft()
         self._returned = step.step_id
-        self._prompt_scores.record(result.scores, self._table.by_row, self.rows)
+        scores = self._prompt_scores
+        if result.scores is not None or scores.complete:
+            scores.record(result.scores, self._table.by_row, self.rows)
         outputs = apply_result(step, result, self.rows, self._table, self.decode)
-        self._prompt_scores.deliver(outputs)
+        if scores.complete:
+            scores.deliver(outputs)
         self._table.give_back_rows(self._returned)
         return outputs
 
