@@ -18,7 +18,7 @@ class RequestTimings:
     decode   from there to the last
 
     `submitted` may be called in any thread, the rest in the driver's. Python's cost per step is that of requests that
-    start or finish in it, and while any request waits for its first token, of one set intersection.
+    start or finish in it, and while any request waits for its first token, a look at each entry.
     """
 
     def __init__(self) -> None:
@@ -39,20 +39,24 @@ class RequestTimings:
         now = time.monotonic()
         self.generation_tokens += int((outputs.tokens >= 0).sum())
         if self._new:
-            for request_id in self._new.keys() & outputs.request_ids.tolist():
-                self._first(*self._new.pop(request_id), now)
-                self._running[request_id] = now
+            columns = (outputs.request_ids, outputs.tokens, outputs.finish)
+            for request_id, token, finish in zip(*(column.tolist() for column in columns), strict=True):
+                if request_id in self._new:
+                    # max_tokens 0 ends with LENGTH and no token
+                    self._started(*self._new.pop(request_id), now, token >= 0 or finish == FinishReason.LENGTH)
         if outputs.finish.any():
             for request_id in outputs.request_ids[outputs.finish != FinishReason.NONE].tolist():
-                began = self._running.pop(request_id)
-                self.decode.observe(now - began)
+                began = self._running.pop(request_id, None)
+                if began is not None:
+                    self.decode.observe(now - began)
 
-    def _first(self, request: Request, submitted: float, now: float) -> None:
-        """The first a request gave: a token, or its end before any."""
+    def _started(self, request: Request, submitted: float, now: float, prefilled: bool) -> None:
+        """The first that is heard of a request: its first token, or its end before any."""
         self.queue.observe((request.admitted_at or now) - submitted)
-        if request.admitted_at is not None:
+        if prefilled and request.admitted_at is not None:
             self.prefill.observe(now - request.admitted_at)
             self.prompt_tokens += request.prompt_len
+            self._running[request.request_id] = now
 
     def snapshot(self) -> dict[str, Any]:
         """Totals and histograms as plain values."""

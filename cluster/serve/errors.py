@@ -80,6 +80,8 @@ def problem_of(error: BaseException) -> Problem:
             headers["Retry-After"] = str(error.retry_after)
         elif isinstance(error, AuthenticationError):
             headers["WWW-Authenticate"] = "Bearer"
+        elif isinstance(error, RequestTimeoutError):
+            headers["X-Should-Retry"] = "false"  # OpenAI's clients would: the whole request, with the same deadline
         code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
         return Problem(error.status, str(error), error.type, getattr(error, "param", None), code, headers)
     if isinstance(error, RequestValidationError):
