@@ -52,6 +52,13 @@ class GreedyJudge:
         self.with_ties += not self._exact[key]
 
 
+def next_probabilities(reference: torch.nn.Module, prompt: list[int], temperature: float) -> np.ndarray:
+    """softmax(logits / temperature) of the token after `prompt`, float64[vocabulary]."""
+    with torch.inference_mode():
+        logits = reference(torch.tensor([prompt])).logits[0, -1].double()
+    return torch.softmax(logits / temperature, -1).numpy()
+
+
 def score_gap(
     reference: torch.nn.Module, prefix: list[int], temperature: float, seed: int, first: int, second: int
 ) -> float:
@@ -65,3 +72,18 @@ def score_gap(
     uniform = np.minimum((reference_bits(seed, len(prefix), ids) + 0.5) * U_SCALE, U_MAX)
     scores = logits[ids] / temperature - np.log(-np.log1p(-uniform))
     return abs(float(scores[0] - scores[1]))
+
+
+def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    """The statistic in units of its standard deviation above its mean, small cells pooled."""
+    expected = probabilities * counts.sum()
+    order = np.argsort(expected)
+    pooled = np.searchsorted(np.cumsum(expected[order]), 10) + 1
+    groups = [order[:pooled], *order[pooled:, None]]
+    observed = np.array([counts[g].sum() for g in groups])
+    wanted = np.array([expected[g].sum() for g in groups])
+    groups_seen = wanted > 0
+    assert counts[probabilities == 0].sum() == 0
+    statistic = ((observed - wanted)[groups_seen] ** 2 / wanted[groups_seen]).sum()
+    freedom = groups_seen.sum() - 1
+    return (statistic - freedom) / np.sqrt(2 * max(freedom, 1))

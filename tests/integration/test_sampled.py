@@ -16,8 +16,9 @@ from cluster.tokenizer import Tokenizer
 from scheduler.request import Request
 from scheduler.sampling_params import SamplingParams
 from tests.alone import Alone
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import load_reference, make_checkpoint
 from tests.integration.shared_group import SharedGroups, shared_groups
+from tests.references import chi_square, next_probabilities
 
 pytestmark = pytest.mark.usefixtures("private_ray")
 
@@ -68,6 +69,30 @@ def test_alone_and_in_a_batch_of_32(groups, tiny, tiny_alone, tp: int, overlap: 
         tiny_alone.compare(request, served.tokens[request.request_id], served.finish[request.request_id])
     alone = group.serve(requests[:1], overlap_depth=overlap)  # and alone on these ranks
     tiny_alone.compare(requests[0], alone.tokens[0], alone.finish[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_distribution(groups, tiny, kind: str) -> None:
+    """Seeds 0 .. 4095 against softmax, with the least likely tokens pooled."""
+    prompt, draws = [5, 6, 7, 8, 9], 4096
+    requests = [
+        Request(
+            seed,
+            np.array(prompt),
+            SamplingParams(temperature=0.8, seed=seed, max_tokens=1, ignore_eos=True, **KINDS[kind]),
+        )
+        for seed in range(draws)
+    ]
+    group = groups.get(tiny, tp_size=2, page_size=4, max_seq_len=128, max_running_requests=BATCH, num_pages=1024)
+    served = group.serve(requests)
+    counts = np.bincount([tokens[0] for tokens in served.tokens.values()], minlength=2053)
+    probabilities = next_probabilities(load_reference(tiny), prompt, 0.8)
+    if kind == "filtered":
+        best = np.argsort(-probabilities)[:40]
+        mass = np.cumsum(probabilities[best]) / probabilities[best].sum()
+        kept = best[: np.searchsorted(mass, 0.9) + 1]
+        probabilities = np.where(np.isin(np.arange(len(probabilities)), kept), probabilities, 0)
+    assert abs(chi_square(counts, probabilities / probabilities.sum())) < 4
 
 
 TEXTS = [

@@ -9,6 +9,7 @@ from test_sampler_filters import reference_kept
 from thread_group import ThreadGroup, run_ranks
 
 from scheduler.step import StepPlan, StepPlanWriter, pack_sampling
+from tests.references import chi_square
 from worker.parallel import TPGroup
 from worker.sampling import Sampler
 
@@ -107,21 +108,6 @@ def test_the_list_size_does_not_change_tokens() -> None:
     expected = sample(logits, plan, list(range(8)), [4] * 8, list_size=VOCAB)
     for list_size in (1, 8, 256):
         assert sample(logits, plan, list(range(8)), [4] * 8, 2, list_size) == expected
-
-
-def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """The statistic in units of its standard deviation above its mean, small cells pooled."""
-    expected = probabilities * counts.sum()
-    order = np.argsort(expected)
-    pooled = np.searchsorted(np.cumsum(expected[order]), 10) + 1
-    groups = [order[:pooled], *order[pooled:, None]]
-    observed = np.array([counts[g].sum() for g in groups])
-    wanted = np.array([expected[g].sum() for g in groups])
-    groups_seen = wanted > 0
-    assert counts[probabilities == 0].sum() == 0
-    statistic = ((observed - wanted)[groups_seen] ** 2 / wanted[groups_seen]).sum()
-    freedom = groups_seen.sum() - 1
-    return (statistic - freedom) / np.sqrt(2 * max(freedom, 1))
 
 
 @pytest.mark.parametrize(
