@@ -30,7 +30,7 @@ class HermesParser(ToolParser):
 
     @staticmethod
     def prefix(name: str | None) -> str:
-        return OPEN + '\n{"name": "' if name is None else OPEN + f'\n{{"name": {json.dumps(name)}, "arguments": '
+        return OPEN + '\n{"name": "' if name is None else OPEN + f'\n{{"name": {json.dumps(name)}, "arguments":'
 
     def feed(self, text: str, final: bool = False) -> tuple[str, list[CallDelta]]:
         self._text += text

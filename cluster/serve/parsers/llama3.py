@@ -29,7 +29,7 @@ class Llama3Parser(ToolParser):
 
     @staticmethod
     def prefix(name: str | None) -> str:
-        return '{"name": "' if name is None else f'{{"name": {json.dumps(name)}, "parameters": '
+        return '{"name": "' if name is None else f'{{"name": {json.dumps(name)}, "parameters":'
 
     def feed(self, text: str, final: bool = False) -> tuple[str, list[CallDelta]]:
         self._text += text
