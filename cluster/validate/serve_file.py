@@ -73,7 +73,7 @@ def demands(application: ServedApplication, has_gpus: bool) -> list[Demand]:
         options = {**(deployment.ray_actor_options or {}), **(override.get("ray_actor_options") or {})}
         bundles = override.get("placement_group_bundles") or deployment._replica_config.placement_group_bundles
         groups = [Group(1, bundle) for bundle in bundles or [_actor_resources(options)] if bundle]
-        if name == EngineDeployment.name and application.engine is not None:
+        if name == EngineDeployment.name and application.engine is not None and application.engine.executor == "ray":
             groups.append(Group(application.engine.tp_size, rank_resources(application.engine, has_gpus)))
         replicas, where = _most_replicas(deployment, path, override)
         found.append(Demand(name, where, replicas, tuple(groups)))
