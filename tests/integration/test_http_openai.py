@@ -7,9 +7,11 @@ write them.
 from __future__ import annotations
 
 import json
+import random
 import socket
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -18,6 +20,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.default_model import ensure_default_model
+from cluster.serve.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from cluster.tokenizer import Tokenizer
 from tests.integration.http_server import running_server, until
 
@@ -156,6 +159,42 @@ def test_who_reads_nothing_holds_up_nobody(server, client):
         answer = client.chat.completions.create(messages=CAPITAL, **GREEDY)
         assert "Paris" in answer.choices[0].message.content
     until(lambda: server.stats()["running"] == 0, 5)
+    server.wait_idle()
+
+
+VALUES = [
+    None, True, False, 0, 1, 2, -1, 0.5, 1e308, 2**63, "", "a", "\u0000", "\ud83d", "\U0001f600", [], [""], ["a"], [1],
+    [[1]], [[]], [None], {}, {"a": 1}, {"type": "text"}, {"type": "function"}, {"5": 1}, {"include_usage": True},
+    {"type": "function", "function": {"name": "get_weather"}}, [{"role": "user", "content": "a"}], [{"role": "tool"}],
+    [{"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": "f", "arguments": "["}}]}],
+]  # fmt: skip
+
+
+def test_two_hundred_wild_bodies_harm_nothing(server, http):
+    rng = random.Random(11)
+    common = list(CompletionRequest.model_fields.keys() | CompletionRequest.neutral_only.keys())
+    chat = list(ChatCompletionRequest.model_fields.keys() | ChatCompletionRequest.neutral_only.keys())
+    kinds = [
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}, common),
+        ("/v1/chat/completions", {"messages": CAPITAL, "max_tokens": 1}, chat),
+        ("/tokenize", {"prompt": "a"}, list(TokenizeRequest.model_fields)),
+        ("/detokenize", {"tokens": [1]}, list(DetokenizeRequest.model_fields)),
+    ]
+    statuses = Counter()
+    for _ in range(200):
+        path, body, names = rng.choice(kinds)
+        body = body | {rng.choice(names): rng.choice(VALUES) for _ in range(rng.randint(0, 2))}
+        content = json.dumps(rng.choice([body] * 9 + [[body]]))
+        if rng.random() < 0.1:
+            content = content[: rng.randrange(len(content))]
+        response = http.post(path, content=content, headers={"content-type": "application/json"})
+        statuses[response.status_code] += 1
+        assert response.status_code in (200, 400, 404, 408, 422), (content, response.text)
+        if response.status_code != 200:
+            assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+            assert "Traceback" not in response.text
+    assert statuses[200] > 10 and statuses[400] > 100
+    assert "Paris" in http.post("/v1/chat/completions", json=GREEDY | {"messages": CAPITAL}).text
     server.wait_idle()
 
 
@@ -310,6 +349,29 @@ def test_the_stop_string_can_stay(client, tokenizer):
     token = {"stop_token_ids": [ids[-1]]}
     kept = client.completions.create(prompt="Once upon a time", extra_body=keep | token, **GREEDY)
     assert kept.choices[0].text == tokenizer.decode(ids)
+
+
+def test_stop_strings_at_both_ends_of_the_text(client):
+    def say(**fields):
+        [choice] = client.completions.create(prompt="Once upon a time", **GREEDY | fields).choices
+        return choice.text, choice.finish_reason
+
+    text, reason = say()
+    assert reason == "length"
+    assert say(stop=text[:3]) == ("", "stop")
+    last = text[-5:]
+    assert say(stop=last) == (text[: text.index(last)], "stop")
+    assert say(stop=text + "and more") == (text, "length")
+
+
+def test_characters_of_several_tokens_arrive_whole(client):
+    prompt = "👩‍👩‍👧 世界 é 👩‍👩‍👧 世界 é 👩‍👩‍👧 世界 é 👩‍👩‍👧"
+    settings = GREEDY | {"prompt": prompt, "max_tokens": 40}
+    whole = client.completions.create(**settings).choices[0].text
+    assert "世界" in whole and "👩" in whole
+    parts = [chunk.choices[0].text for chunk in client.completions.create(stream=True, **settings)]
+    assert "".join(parts) == whole
+    assert not any("\ufffd" in part for part in parts[:-1])  # the last may be cut off by max_tokens
 
 
 def test_usage_in_every_chunk(client):
