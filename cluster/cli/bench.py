@@ -10,18 +10,38 @@ from cluster.cli.flags import add_engine_flags, engine_config, positive_int
 from cluster.cli.output import Timeline, cell, check_json_path, print_table, write_json
 from cluster.errors import ConfigError
 
+SERVING_PATH_COLUMNS = (
+    "path", "streams", "tokens_per_s", "tokens_per_chunk", "itl_p50_ms", "itl_p99_ms", "ttft_p50_ms",
+    "cpu_us_per_token", "client_cpu_us_per_token",
+)  # fmt: skip
+
 
 def add_parser(commands: Any) -> None:
     """Adds the command and its sub-commands to `commands`, an argparse sub-parser collection."""
     parser = commands.add_parser("bench", help="measure throughput, scheduler and prefix cache")
     kinds = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     bench_serve.add_parser(kinds)
+    add_serving_path(kinds)
     add_throughput(kinds)
     add_latency(kinds)
     add_prefix(kinds)
     add_transformers(kinds)
     add_scheduler(kinds)
     add_cache(kinds)
+
+
+def add_serving_path(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "serving-path",
+        help="what HTTP and Ray cost a token, next to the usual way of streaming from Ray",
+        description="Serves with a fake engine (--device fake) and sends streams to it, and to a minimal Ray Serve "
+        "application that streams each token from an actor's generator.",
+    )
+    parser.add_argument(
+        "--streams", type=positive_int, nargs="+", default=[1, 16, 64, 256], help="(default: 1 16 64 256)"
+    )
+    parser.add_argument("--output-len", type=positive_int, default=128, help="tokens a stream (default: %(default)s)")
+    finish(parser, run_serving_path, engine=True)
 
 
 def add_throughput(kinds: Any) -> None:
@@ -97,6 +117,23 @@ def finish(parser: argparse.ArgumentParser, run: Any, engine: bool, repeats: boo
         add_engine_flags(parser, positional_model=True)
     parser.add_argument("--json", metavar="FILE", help="write the result into FILE as JSON")
     parser.set_defaults(run=run)
+
+
+def run_serving_path(args: argparse.Namespace) -> int:
+    from cluster.bench.serve.paths import compare_paths
+
+    config = engine_config(args)
+    if config.device not in ("auto", "fake"):
+        raise ConfigError(f"--device {config.device}: this benchmark is of the serving path alone; it uses fake")
+    config = config.model_copy(update={"device": "fake"})
+    check_json_path(args.json)
+    timeline = Timeline()
+    result = compare_paths(config, args.streams, args.output_len, args.repeats, timeline)
+    timeline.done()
+    print(f"{args.output_len} tokens a stream, behind {result['front']}; median of {args.repeats} run(s)")
+    print_table([{key: row[key] for key in SERVING_PATH_COLUMNS} for row in result["rows"]])
+    write_json(args.json, result)
+    return 0
 
 
 def run_throughput(args: argparse.Namespace) -> int:
