@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
 from cluster.errors import ConfigError
+
+MAX_SECONDS = 1e6
+"""Longest of the times below: sockets count milliseconds in 32 bits."""
 
 
 class EngineConfig(BaseModel):
@@ -20,8 +23,12 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str | None = Field(None, description="local directory or hub id; the default is SmolLM2-135M-Instruct")
-    served_model_name: str | None = Field(None, description="name clients use; default: the model's directory or id")
+    model: str | None = Field(
+        None, min_length=1, description="local directory or hub id; the default is SmolLM2-135M-Instruct"
+    )
+    served_model_name: str | None = Field(
+        None, min_length=1, description="name clients use; default: the model's directory or id"
+    )
     load_format: Literal["safetensors", "dummy"] = Field(
         "safetensors", description="dummy: random weights, for benchmarks"
     )
@@ -55,11 +62,15 @@ class EngineConfig(BaseModel):
     )
     max_queued_requests: int = Field(4096, ge=1, description="waiting requests before new ones get 429")
     integrity_interval: int = Field(0, ge=0, description="check the page invariants every so many steps; 0: never")
-    start_timeout: float = Field(600.0, gt=0, description="deadline for placement, loading and hand-shake together")
-    placement_timeout: float = Field(
-        20.0, gt=0, description="deadline for placement; raise it where nodes are added on demand"
+    start_timeout: float = Field(
+        600.0, gt=0, le=MAX_SECONDS, description="deadline for placement, loading and hand-shake together"
     )
-    step_timeout: float = Field(60.0, gt=0, description="a step without an answer for this long means a hung rank")
+    placement_timeout: float = Field(
+        20.0, gt=0, le=MAX_SECONDS, description="deadline for placement; raise it where nodes are added on demand"
+    )
+    step_timeout: float = Field(
+        60.0, gt=0, le=MAX_SECONDS, description="a step without an answer for this long means a hung rank"
+    )
     api_key: list[SecretStr] = Field(
         default_factory=list,
         description="serve: a key that clients may use, repeat for several; default: none is needed",
@@ -69,10 +80,16 @@ class EngineConfig(BaseModel):
         default_factory=list, description="serve: origin whose pages may call this server, * for any; default: none"
     )
     request_timeout: float | None = Field(
-        None, gt=0, description="serve: seconds a request may take from arrival to its last token; default: no limit"
+        None,
+        gt=0,
+        le=MAX_SECONDS,
+        description="serve: seconds a request may take from arrival to its last token; default: no limit",
     )
     slow_reader_timeout: float = Field(
-        30.0, gt=0, description="serve: a client that reads nothing for this many seconds loses its stream"
+        30.0,
+        gt=0,
+        le=MAX_SECONDS,
+        description="serve: a client that reads nothing for this many seconds loses its stream",
     )
     cache_dir: str | None = Field(None, description="where the default model is kept; default: ~/.cache/raydix")
     executor: Literal["ray", "inproc"] = Field(
@@ -81,6 +98,13 @@ class EngineConfig(BaseModel):
     ray_address: str = Field(
         "auto", description="local: a private Ray; auto: a running one, else private; or HOST:PORT"
     )
+
+    @field_validator("api_key")
+    @classmethod
+    def _no_empty_key(cls, keys: list[SecretStr]) -> list[SecretStr]:
+        if not all(key.get_secret_value() for key in keys):
+            raise ValueError("a key must not be empty: is the variable that it comes from set?")
+        return keys
 
     @classmethod
     def load(cls, file: str | Path | None = None, **overrides: Any) -> EngineConfig:
@@ -92,11 +116,12 @@ class EngineConfig(BaseModel):
         values: dict[str, Any] = {}
         if file is not None:
             try:
-                values = yaml.safe_load(Path(file).read_text()) or {}
-            except (OSError, yaml.YAMLError) as error:
+                values = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
+            except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
                 raise ConfigError(f"cannot read config file {file}: {error}") from error
             if not isinstance(values, dict):
                 raise ConfigError(f"config file {file} must hold a mapping of settings, not {type(values).__name__}")
+            values = {str(key): value for key, value in values.items()}  # YAML has other keys, which are unknown here
         return cls.parse(values | {key: value for key, value in overrides.items() if value is not None})
 
     @classmethod
@@ -120,5 +145,6 @@ def describe(error: ValidationError, known: tuple[str, ...] = ()) -> str:
             hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}"
             lines.append(f"{name}: unknown setting{hint}")
         else:
-            lines.append(f"{name}: {problem['msg']} (got {problem['input']!r})")
+            got = "" if name.startswith("api_key") else f" (got {problem['input']!r})"
+            lines.append(f"{name}: {problem['msg']}{got}")
     return "\n".join(lines)

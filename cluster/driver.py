@@ -158,7 +158,10 @@ class Driver:
         finally:
             self._group.stop(**({} if isinstance(error, EngineClosedError) else {"grace": 0.0}))
         while self._commands:  # whoever waits for an answer gets one
-            self._commands.popleft()()
+            try:
+                self._commands.popleft()()
+            except Exception:  # an error in the middle of planning may have left the scheduler in two minds
+                logger.debug("a command after the end failed", exc_info=True)
 
 
 class Probe:

@@ -20,7 +20,6 @@ from cluster.errors import (
     EngineClosedError,
     EngineError,
     InvalidRequestError,
-    ModelLoadError,
     OverloadedError,
 )
 from cluster.inproc_group import InprocGroup, cuda_is_available
@@ -30,7 +29,7 @@ from cluster.rank_startup import Whereabouts
 from cluster.request_timings import RequestTimings
 from cluster.settings import group_config, scheduler_config
 from cluster.timeline import Timeline
-from cluster.tokenizer import Tokenizer
+from cluster.tokenizer import Tokenizer, has_tokenizer
 from cluster.worker_group import WorkerGroup
 from scheduler.outputs import FinishReason, StepOutputs
 from scheduler.request import InvalidRequest, Request
@@ -258,11 +257,10 @@ class Engine:
     @staticmethod
     def _load_tokenizer(path: Path) -> Tokenizer | None:
         """None for a checkpoint without tokenizer files: it serves token ids."""
-        try:
-            return Tokenizer(path)
-        except ModelLoadError as error:
-            logger.warning("no text, token ids only: %s", error)
+        if not has_tokenizer(path):
+            logger.warning("no text, token ids only: %s has no tokenizer", path)
             return None
+        return Tokenizer(path)
 
     def _log_start(self, timeline: Timeline) -> None:
         logger.info("ready: %s", timeline)

@@ -31,14 +31,19 @@ def resolve_model(
     Raises:
         ModelLoadError: no such directory, not a checkpoint, or the hub cannot be reached; says which.
     """
+    cache = Path(cache_dir).absolute() if cache_dir else None
     if model is None:
-        return ensure_default_model(Path(cache_dir) if cache_dir else None, progress)
+        return ensure_default_model(cache, progress)
     if dummy and model in PRESETS:
-        return write_preset(model, (Path(cache_dir) if cache_dir else default_cache_dir()) / "presets")
-    path = Path(model).expanduser()
-    if path.is_dir():
+        return write_preset(model, (cache or default_cache_dir()) / "presets")
+    path = Path(model).expanduser().absolute()  # ranks may have another working directory
+    try:
+        is_dir, is_file = path.is_dir(), path.is_file()
+    except OSError as error:  # a name that is too long, a directory that may not be read
+        raise ModelLoadError(f"model {model}: {error.strerror}") from error
+    if is_dir:
         return check_checkpoint(path)
-    if path.is_file():
+    if is_file:
         raise ModelLoadError(
             f"model {model} is a file; name the checkpoint's directory (config.json and *.safetensors)"
         )

@@ -8,7 +8,7 @@ many threads at once: nothing is changed after construction.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -73,15 +73,21 @@ class Tokenizer:
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
         """What ends a sequence: generation_config.json's id or list, else the tokenizer's, else config.json's."""
-        ids = as_ids(read_json(self.path / "generation_config.json").get("eos_token_id"))
+        ids = eos_of(self.path / "generation_config.json")
         if not ids and (token := token_text(self.config.get("eos_token"))):
             ids = as_ids(self.backend.token_to_id(token))
-        return ids or as_ids(read_json(self.path / "config.json").get("eos_token_id"))
+        return ids or eos_of(self.path / "config.json")
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
         """What each token adds to the text, for incremental detokenisation."""
         return TokenBytes(self.backend)
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether the checkpoint has a tokenizer's files, readable or not."""
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    return any((path / name).is_file() for name in names)
 
 
 def load_backend(path: Path) -> tokenizers.Tokenizer:
@@ -92,7 +98,7 @@ def load_backend(path: Path) -> tokenizers.Tokenizer:
             return tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception
             raise ModelLoadError(f"cannot read {file}: {error}") from error
-    if not any((path / name).is_file() for name in ("tokenizer_config.json", "tokenizer.model", "vocab.json")):
+    if not has_tokenizer(path):
         raise ModelLoadError(f"{path} has no tokenizer (no tokenizer.json, tokenizer.model or vocab.json)")
     try:
         from transformers import AutoTokenizer
@@ -106,19 +112,36 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in `path`; empty when there is no such file.
 
     Raises:
-        ModelLoadError: the file is not JSON.
+        ModelLoadError: the file is not a JSON object.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"cannot read {path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ModelLoadError(f"cannot read {path}: it is not a JSON object")
+    return values
 
 
-def as_ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
-    """One id, several or none, as a tuple without repeats in their order."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(dict.fromkeys(value))
+def eos_of(path: Path) -> tuple[int, ...]:
+    """The `eos_token_id` in a configuration file: one id, several or none.
+
+    Raises:
+        ModelLoadError: the file is not a JSON object, or that is not token ids.
+    """
+    try:
+        return as_ids(read_json(path).get("eos_token_id"))
+    except ValueError as error:
+        raise error if isinstance(error, ModelLoadError) else ModelLoadError(f"cannot read {path}: {error}") from error
+
+
+def as_ids(value: Any) -> tuple[int, ...]:
+    """One id, several or none, as a tuple without repeats in their order. Raises ValueError for what is no id."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token in ids:
+        if type(token) is not int or not 0 <= token < 2**31:
+            raise ValueError(f"eos_token_id: {token!r} is not a token id")
+    return tuple(dict.fromkeys(ids))
 
 
 def token_text(value: str | dict[str, Any] | None) -> str | None:

@@ -11,6 +11,10 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
 MAX_BIASED_TOKENS = 1024
 """Most entries of a `logit_bias`."""
+MAX_STOPS = 256
+"""Most `stop` strings, and most `stop_token_ids`: every step looks at each of them."""
+MAX_STOP_LENGTH = 1024
+"""Most characters of a `stop` string."""
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
 """Smaller ones than the least act as the least, so that logits stay finite."""
 
@@ -73,14 +77,21 @@ class SamplingParams(BaseModel):
 
     @field_validator("stop")
     @classmethod
-    def _no_empty_stop(cls, value: list[str]) -> list[str]:
+    def _stops_in_limits(cls, value: list[str]) -> list[str]:
+        if len(value) > MAX_STOPS:
+            raise ValueError(f"{len(value)} stop strings, at most {MAX_STOPS} are allowed")
         if "" in value:
             raise ValueError("a stop string must not be empty")
+        longest = max(map(len, value), default=0)
+        if longest > MAX_STOP_LENGTH:
+            raise ValueError(f"a stop string has {longest} characters, at most {MAX_STOP_LENGTH} are allowed")
         return value
 
     @field_validator("stop_token_ids")
     @classmethod
     def _ids_in_range(cls, value: list[int]) -> list[int]:
+        if len(value) > MAX_STOPS:
+            raise ValueError(f"{len(value)} stop_token_ids, at most {MAX_STOPS} are allowed")
         if any(not 0 <= token < 2**31 for token in value):
             raise ValueError("stop_token_ids must be token ids, 0 or larger")
         return value

@@ -64,7 +64,10 @@ def read_checkpoint_config(path: Path) -> SimpleNamespace:
 
 
 def _rope_parameters(found: dict[str, Any], max_position_embeddings: int | None) -> dict[str, Any]:
-    params = dict(found.get("rope_scaling") or found.get("rope_parameters") or {})
+    given = found.get("rope_scaling") or found.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        raise ModelError(f"config.json: rope_scaling and rope_parameters must be objects, not {given!r}")
+    params = dict(given)
     params.setdefault("rope_theta", found.get("rope_theta") or _DEFAULT_THETA)
     params.setdefault("rope_type", params.get("type", "default"))
     if found.get("partial_rotary_factor") is not None:

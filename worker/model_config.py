@@ -137,6 +137,7 @@ def _convert(config: Any, generation_eos: tuple[int, ...] | None) -> ModelConfig
         raise ModelError("quantized checkpoints are not supported: use one in float32, bfloat16 or float16")
     if config.hidden_act not in ("silu", "swish"):
         raise ModelError(f"activation {config.hidden_act!r} is not supported: supported is silu")
+    _check_numbers(config)
     dtype = config.dtype if config.dtype is not None else torch.float32
     return ModelConfig(
         architecture=config.model_type,
@@ -157,6 +158,19 @@ def _convert(config: Any, generation_eos: tuple[int, ...] | None) -> ModelConfig
         eos_token_ids=generation_eos or _as_ids(config.eos_token_id),
         dtype=dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype),
     )
+
+
+def _check_numbers(config: Any) -> None:
+    """Raises ModelError for sizes that are none: what they would break later says less."""
+    needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+              "max_position_embeddings")  # fmt: skip
+    optional = ("num_key_value_heads", "head_dim", "sliding_window")
+    for name in needed + optional:
+        value = getattr(config, name, None)
+        if not (name in optional and value is None) and (type(value) is not int or value < 1):
+            raise ModelError(f"config.json: {name} must be a number of at least 1, not {value!r}")
+    if not isinstance(config.rms_norm_eps, (int, float)):
+        raise ModelError(f"config.json: rms_norm_eps must be a number, not {config.rms_norm_eps!r}")
 
 
 def _convert_rope(config: Any) -> RopeConfig:
@@ -190,10 +204,14 @@ def _generation_eos(path: Path) -> tuple[int, ...] | None:
         return None
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read {path / 'generation_config.json'}: {error}") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"cannot read {path / 'generation_config.json'}: it is not a JSON object")
     return _as_ids(values.get("eos_token_id"))
 
 
-def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+def _as_ids(value: Any) -> tuple[int, ...]:
+    ids = tuple(value) if isinstance(value, (list, tuple)) else () if value is None else (value,)
+    for token in ids:
+        if type(token) is not int or not 0 <= token < 2**31:
+            raise ModelError(f"eos_token_id: {token!r} is not a token id")
+    return ids

@@ -19,6 +19,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 # What a checkpoint may hold beyond the model's own tensors: a tied head, and rope buffers of early Llama exports.
 _IGNORED = ("lm_head.weight", "rotary_emb.inv_freq")
+_KINDS = ("F64", "F32", "F16", "BF16")
 _DUMMY_STD = 0.02
 
 Progress = Callable[[str, float], None]
@@ -111,9 +112,18 @@ def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
     try:
         with safe_open(file, framework="pt", device="cpu") as tensors:
-            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+            kinds = {name: slice.get_dtype() for name, slice in slices.items()}
+            shapes = {name: tuple(slice.get_shape()) for name, slice in slices.items()}
     except (SafetensorError, OSError) as error:
         raise ModelError(f"cannot read {file}: {error}; the file may be incomplete") from error
+    odd = [f"{name} is {kind}" for name, kind in kinds.items() if kind not in _KINDS and not name.endswith(_IGNORED)]
+    if odd:
+        raise ModelError(
+            f"{file} does not hold floating-point numbers of 16 bits or more (quantized checkpoints are not "
+            f"supported):\n  " + "\n  ".join(_shorten(odd))
+        )
+    return shapes
 
 
 def _check_tensors(shards: dict[str, Shard], path: Path, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -35,10 +35,10 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         ConfigError: a value is wrong; names each.
     """
     positional = getattr(args, "model", None)
-    if positional and args.model_flag and positional != args.model_flag:
+    if None not in (positional, args.model_flag) and positional != args.model_flag:
         raise ConfigError(f"two models: {positional} and --model {args.model_flag}; name one")
     values = {name: getattr(args, name) for name in EngineConfig.model_fields if name != "model"}
-    return EngineConfig.load(args.config, model=positional or args.model_flag, **values)
+    return EngineConfig.load(args.config, model=args.model_flag if positional is None else positional, **values)
 
 
 def parse_model(model: type[BaseModel], args: argparse.Namespace) -> Any:

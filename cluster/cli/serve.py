@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.cli.flags import add_engine_flags, engine_config
@@ -123,6 +124,7 @@ def serve_until_failure(
 
     # here and not in the replica: a wrong model is found out early, and a download shows its progress
     path = resolve_model(config.model, timeline, config.cache_dir, config.load_format == "dummy")
+    check_text(path)
     config = config.model_copy(
         update={"model": str(path), "served_model_name": config.served_model_name or served_name(config.model)}
     )
@@ -158,6 +160,14 @@ def serve_until_failure(
             take_down(keep_serve=was_running)
     finally:
         runtime.close()
+
+
+def check_text(path: Path) -> None:
+    """Raises ModelLoadError unless the checkpoint has what an ingress needs, which would say so much later."""
+    from cluster.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(path)
+    _ = tokenizer.chat_template, tokenizer.eos_token_ids
 
 
 def take_down(keep_serve: bool) -> None:

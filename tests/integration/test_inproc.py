@@ -23,6 +23,13 @@ def test_tokens_equal_transformers(tmp_path):
         assert output.token_ids == expected[0, len(prompt) :].tolist()
 
 
+def test_a_tokenizer_that_cannot_be_read_is_not_taken_for_none(tmp_path):
+    path = make_checkpoint("llama", tmp_path)
+    (path / "tokenizer.json").write_text("[]")
+    with pytest.raises(ModelLoadError, match=r"cannot read .*tokenizer\.json"):
+        LLM(str(path), **SIZES)
+
+
 def test_errors_keep_their_kind(tmp_path):
     path = make_checkpoint("llama", tmp_path)
     with pytest.raises(ConfigError, match="one rank, not tp_size 2; use executor ray"):

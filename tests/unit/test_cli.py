@@ -76,6 +76,7 @@ def test_sampling_flags():
     [
         (["serve", "--page-size", "0"], "page_size: Input should be greater than or equal to 1 (got 0)"),
         (["serve", "--model", "/no/such/dir"], "no such directory"),
+        (["serve", ""], "model: String should have at least 1 character"),
         (["serve", "--config", "/no/such/file"], "cannot read config file"),
         (["generate", "x", "--temperature", "-1", "--top-p", "0"], "temperature: "),
         (["generate", "x", "--json", "/no/such/dir/out.json"], "no such directory"),
@@ -101,6 +102,18 @@ def test_no_prompts(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n  \n"))
     assert main(["generate"]) == 2
     assert "no prompts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tokenizer", [None, "[]"])
+def test_serving_needs_a_tokenizer(tokenizer, tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    if tokenizer is not None:
+        (tmp_path / "tokenizer.json").write_text(tokenizer)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert main(["serve", str(tmp_path), "--port", str(port)]) == 2
+    assert "tokenizer" in capsys.readouterr().err
 
 
 def test_taken_port_is_found_before_anything_heavy(capsys):

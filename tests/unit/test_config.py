@@ -31,6 +31,11 @@ def test_overrides_win_over_the_file_and_none_is_no_override(tmp_path):
         ("cache_type: lru", "cache_type: Input should be 'radix' or 'naive' (got 'lru')"),
         ("- a\n- b", "must hold a mapping of settings, not list"),
         ("a: [", "cannot read config file"),
+        ("[" * 5000, "cannot read config file"),
+        ("1: 2", "1: unknown setting; known: model,"),
+        ("model: ''", "model: String should have at least 1 character"),
+        ("step_timeout: .inf", "step_timeout: Input should be less than or equal to 1000000"),
+        ("api_key: ['']", "api_key: Value error, a key must not be empty"),
     ],
 )
 def test_mistakes_in_a_file_are_named(tmp_path, text, message):
@@ -45,6 +50,18 @@ def test_all_mistakes_are_named_at_once():
     with pytest.raises(ConfigError) as error:
         EngineConfig.parse({"page_size": 0, "overlap_depth": 3, "pagesize": 1})
     assert len(str(error.value).splitlines()) == 3
+
+
+def test_a_file_that_is_not_text(tmp_path):
+    (tmp_path / "config.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="cannot read config file"):
+        EngineConfig.load(tmp_path / "config.yaml")
+
+
+def test_keys_are_not_shown():
+    with pytest.raises(ConfigError) as error:
+        EngineConfig.parse({"api_key": "sk-secret"})
+    assert "sk-secret" not in str(error.value)
 
 
 def test_missing_file(tmp_path):

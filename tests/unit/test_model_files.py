@@ -36,6 +36,16 @@ def test_neither_directory_nor_hub_id(model):
         resolve_model(model)
 
 
+def test_a_relative_directory_becomes_absolute(checkpoint, monkeypatch):
+    monkeypatch.chdir(checkpoint.parent)  # ranks may have another working directory
+    assert resolve_model(checkpoint.name) == checkpoint
+
+
+def test_a_name_that_no_file_can_have():
+    with pytest.raises(ModelLoadError, match="too long"):
+        resolve_model("x" * 5000)
+
+
 def test_not_a_checkpoint(tmp_path, checkpoint):
     with pytest.raises(ModelLoadError, match=r"no config\.json"):
         resolve_model(str(tmp_path))

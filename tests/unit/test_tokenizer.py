@@ -80,6 +80,19 @@ def test_chat_template_errors(path):
         sandboxed.render(MESSAGES)
 
 
+@pytest.mark.parametrize("value", ["2", 1.0, True, [2, "x"], -1, 1 << 31, {"a": 1}])
+def test_an_eos_that_is_no_token_id_is_refused(path, value):
+    rewrite(path, "generation_config.json", eos_token_id=value)
+    with pytest.raises(ModelLoadError, match=r"generation_config\.json: eos_token_id: .* is not a token id"):
+        _ = Tokenizer(path).eos_token_ids
+
+
+def test_json_that_is_no_object_is_refused(path):
+    (path / "generation_config.json").write_text("[]")
+    with pytest.raises(ModelLoadError, match=r"generation_config\.json: it is not a JSON object"):
+        _ = Tokenizer(path).eos_token_ids
+
+
 def test_eos_comes_from_generation_config_then_tokenizer_then_config(path):
     rewrite(path, "config.json", eos_token_id=9)
     assert Tokenizer(path).eos_token_ids == (1,)  # "</s>" of tokenizer_config.json

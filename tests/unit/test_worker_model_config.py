@@ -130,6 +130,31 @@ def test_config_json_as_transformers_reads_it(family, settings, tmp_path):
     assert ModelConfig.from_pretrained(tmp_path) == ModelConfig.from_pretrained(AutoConfig.from_pretrained(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("hidden_size", "64"),
+        ("hidden_size", 0),
+        ("num_hidden_layers", 2.0),
+        ("vocab_size", None),
+        ("max_position_embeddings", -1),
+        ("sliding_window", "x"),
+        ("rms_norm_eps", "x"),
+        ("rope_scaling", "linear"),
+        ("eos_token_id", "2"),
+        ("eos_token_id", [1, -1]),
+        ("eos_token_id", 1 << 31),
+    ],
+)
+def test_odd_values_are_named(tmp_path, setting, value):
+    path = make_checkpoint("llama", tmp_path)
+    (path / "generation_config.json").unlink()
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {setting: value}))
+    with pytest.raises(ModelError, match=setting):
+        ModelConfig.from_pretrained(path)
+
+
 def test_eos_token_ids(tmp_path):
     path = make_checkpoint("llama", tmp_path, eos_token_id=7)
     generation = path / "generation_config.json"

@@ -45,6 +45,15 @@ def edit(llama, tmp_path):
     return edited
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantized_tensors_are_refused(edit, dtype):
+    def change(tensors):
+        tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(96, 64).to(dtype)
+
+    with pytest.raises(ModelError, match=r"quantized(.|\n)*layers\.0\.mlp\.up_proj\.weight is "):
+        load(edit(change))
+
+
 def test_all_problems_are_listed(edit):
     def change(tensors):
         del tensors["model.layers.1.self_attn.k_proj.weight"]
@@ -126,6 +135,9 @@ def test_a_rank_reads_only_its_slices(llama, monkeypatch):
             source = self.file.get_slice(name)
 
             class Slice:
+                def get_dtype(self):
+                    return source.get_dtype()
+
                 def get_shape(self):
                     return source.get_shape()
 
