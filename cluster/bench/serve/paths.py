@@ -37,7 +37,8 @@ def compare_paths(config: EngineConfig, streams: list[int], tokens: int, repeats
     """Measure both paths with so many concurrent streams of `tokens` tokens, alternating, `repeats` times.
 
     Returns:
-        {"machine", "front", "rows"}: a row for each path and number of streams, the run of median throughput.
+        {"machine", "front", "own_loops", "rows", ...}: a row for each path and number of streams, the run
+        of median throughput.
         `cpu_us_per_token` is that of all of Ray's processes, by process in `cpu_by_process`; the client's is apart.
     """
     from ray import serve
@@ -71,7 +72,8 @@ def compare_paths(config: EngineConfig, streams: list[int], tokens: int, repeats
                     progress(f"{path}, {count} streams, run {number + 1} of {repeats}", 0.0)
                     runs[path].append(asyncio.run(measure(at, model, count, tokens, seed=number)))
             rows += [{"path": path, "streams": count} | median_run(found) for path, found in runs.items()]
-        return {"machine": machine(), "front": front(), "tokens": tokens, "repeats": repeats, "rows": rows}
+        setting = {"machine": machine(), "front": front(), "own_loops": has_own_loops()}
+        return setting | {"tokens": tokens, "repeats": repeats, "rows": rows}
     finally:
         serve.shutdown()
         runtime.close()
@@ -162,6 +164,13 @@ def front() -> str:
     if constants.RAY_SERVE_ENABLE_HA_PROXY:
         return "HAProxy"
     return "direct ingress" if constants.RAY_SERVE_ENABLE_DIRECT_INGRESS else "Serve's HTTP proxy"
+
+
+def has_own_loops() -> bool:
+    """Whether Serve's replicas run our code and their routers on event loops of their own, each in its thread."""
+    from ray.serve._private import constants
+
+    return constants.RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD or constants.RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP
 
 
 def machine() -> dict[str, Any]:
