@@ -146,9 +146,10 @@ class LLM:
     ) -> list[Stream]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
-        if len(sampling_params) != len(prompts):
+        if not isinstance(sampling_params, Sequence) or len(sampling_params) != len(prompts):
+            given = len(sampling_params) if isinstance(sampling_params, Sequence) else type(sampling_params).__name__
             raise InvalidRequestError(
-                f"{len(prompts)} prompts, but {len(sampling_params)} sampling_params: give one for all or one for each",
+                f"{len(prompts)} prompts, but {given} sampling_params: give one for all or one for each",
                 "sampling_params",
             )
         streams = []
@@ -161,9 +162,11 @@ class LLM:
         return streams
 
     def _make_stream(self, prompt: Prompt, sampling: SamplingParams) -> Stream:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if not isinstance(sampling, SamplingParams):
+            raise InvalidRequestError(f"not SamplingParams, but {type(sampling).__name__}", "sampling_params")
+        ids = self._encode(prompt) if isinstance(prompt, str) else _as_ids(prompt)
         fixed = fix_sampling(sampling, len(ids), self.info.max_seq_len)
-        request = Request(self._next_id, np.asarray(ids), fixed)
+        request = Request(self._next_id, ids, fixed)
         self._engine.validate(request)
         detokenizer = None
         if self._engine.tokenizer is not None:
@@ -175,6 +178,13 @@ class LLM:
             raise InvalidRequestError("stop strings need a tokenizer, which this checkpoint lacks", "stop")
         self._next_id += 1
         return Stream(request, detokenizer)
+
+    def _encode(self, text: str) -> np.ndarray:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"not valid Unicode: a lone surrogate at character {error.start}") from error
+        return np.asarray(self.tokenizer.encode(text))
 
     def _run(self, streams: list[Stream], bar: ProgressBar) -> None:
         waiting = deque(streams)
@@ -267,7 +277,10 @@ class Stream:
     def output(self) -> RequestOutput:
         text = self._text
         if self._detokenizer is not None:
-            text += self._detokenizer.add([] if self._watches else self.token_ids, finished=True).text
+            last = self._detokenizer.add([] if self._watches else self.token_ids, finished=True)
+            text += last.text
+            if last.stopped:  # what was left of a character completed a stop string
+                self.finish = FinishReason.STOP
         return RequestOutput(
             prompt_token_ids=self.request.prompt_ids.tolist(),
             token_ids=self.token_ids,
@@ -299,8 +312,20 @@ def fix_sampling(sampling: SamplingParams, prompt_len: int, max_seq_len: int) ->
     return sampling.model_copy(update=missing) if missing else sampling
 
 
+def _as_ids(prompt: Sequence[int]) -> np.ndarray:
+    try:
+        ids = np.asarray(prompt)
+    except ValueError as error:  # a list of lists of different lengths
+        raise InvalidRequestError("not a flat list of token ids", "prompts") from error
+    if not ids.ndim:
+        raise InvalidRequestError(f"neither a text nor token ids, but {type(prompt).__name__}", "prompts")
+    return ids
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A single prompt, text or ids, is a list of one."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], (int, np.integer))):
+    if isinstance(prompts, str):
         return [prompts]
-    return list(prompts)
+    if not isinstance(prompts, (Sequence, np.ndarray)) or isinstance(prompts, bytes):
+        raise InvalidRequestError(f"prompts must be a text or a list, not {type(prompts).__name__}", "prompts")
+    return [prompts] if len(prompts) and isinstance(prompts[0], (int, np.integer)) else list(prompts)

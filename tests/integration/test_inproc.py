@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from cluster import LLM, SamplingParams
-from cluster.errors import ConfigError, ModelLoadError
+from cluster.errors import ConfigError, InvalidRequestError, ModelLoadError
 from tests.checkpoints import load_reference, make_checkpoint
+from tests.unit import tiny_tokenizers
 
 SIZES = {"num_pages": 64, "max_running_requests": 4, "max_step_tokens": 16, "executor": "inproc", "device": "cpu"}
 
@@ -21,6 +22,34 @@ def test_tokens_equal_transformers(tmp_path):
     for prompt, output in zip(prompts, outputs, strict=True):
         expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
         assert output.token_ids == expected[0, len(prompt) :].tolist()
+
+
+def test_what_is_no_prompt_is_refused_and_the_engine_goes_on(tmp_path):
+    path = make_checkpoint("llama", tmp_path, vocab_size=400)
+    tiny_tokenizers.byte_level(path)
+    with LLM(str(path), **SIZES) as llm:
+        for prompts in (None, 5, {"prompt": "x"}, {3}, iter(["a"]), b"abc"):
+            with pytest.raises(InvalidRequestError, match="must be a text or a list, not"):
+                llm.generate(prompts)
+        for prompt in (None, 3, 5.5, "\ud800", [[1], [2, 3]], ["a"], [1.5], {"a": 1}):
+            with pytest.raises(InvalidRequestError, match="prompt 1: "):
+                llm.generate(["a", prompt])
+        for sampling in (5, {"max_tokens": 3}, [SamplingParams(), None]):
+            with pytest.raises(InvalidRequestError, match=r"sampling_params|prompt 1: not SamplingParams"):
+                llm.generate(["a", "b"], sampling)
+        assert len(llm.generate([[3, 4]], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
+        assert llm.stats()["free_pages"] == 64
+
+
+def test_a_stop_string_that_the_end_completes(tmp_path):
+    """The rest of a character that never came is U+FFFD, and that too may end the text."""
+    path = make_checkpoint("llama", tmp_path, vocab_size=400)
+    tiny_tokenizers.byte_level(path)
+    with LLM(str(path), **SIZES) as llm:
+        byte = llm.tokenizer.backend.token_to_id("\u00f0")  # 0xf0, as byte-level tokenizers write it
+        sampling = SamplingParams(max_tokens=1, logit_bias={byte: 100}, stop="\ufffd")
+        (output,) = llm.generate([3, 4], sampling)
+    assert (output.token_ids, output.text, output.finish_reason) == ([byte], "", "stop")
 
 
 def test_a_tokenizer_that_cannot_be_read_is_not_taken_for_none(tmp_path):
