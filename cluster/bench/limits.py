@@ -76,12 +76,12 @@ def ideal_seconds(workload: Workload, cost: ModelCost, dtype: str, machine: Mach
 
 
 def this_machine(device: str, dtype: str, ranks: int) -> Machine | None:
-    """The machine's limits: measured on a CPU (all cores), from the data sheet on a known GPU, else None."""
+    """The machine's limits: measured on a CPU (all cores), from the data sheet on a known GPU, else None (fake too)."""
     import torch
 
     if device == "cpu":
         return measure_cpu(dtype)
-    if not torch.cuda.is_available():
+    if device != "cuda" or not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name(0)
     for known, (bandwidth, peak) in GPUS.items():
