@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 from cluster import messages
 from cluster.errors import TransportError
-from cluster.transport import IPC_PREFIX, RankAddress, RankPort
+from cluster.ipc_directory import IPC_PREFIX
+from cluster.transport import RankAddress, RankPort
 from scheduler.step import StepPlan, StepResult
 from worker.config import WorkerConfig
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import secrets
 import socket
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +20,8 @@ from zmq.utils.monitor import recv_monitor_message
 from cluster import messages
 from cluster.curve import AllowList, KeyPair, connect_with, serve_with
 from cluster.errors import TransportError
+from cluster.ipc_directory import IpcDirectory
 
-IPC_PREFIX = "raydix-"
 MAX_MESSAGE_BYTES = 256 << 20
 # A peer node that vanishes without closing its sockets (power, network) shows after this long; ipc needs none.
 HEARTBEAT_INTERVAL_MS, HEARTBEAT_TIMEOUT_MS = 2_000, 10_000
@@ -65,7 +64,7 @@ class DriverTransport:
         self._poller = zmq.Poller()
         self._unknown_frames = 0
         self._handshakes_missing = 0
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._directory: IpcDirectory | None = None
         self._allow_list: AllowList | None = None
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
@@ -153,7 +152,7 @@ class DriverTransport:
         self._wake_receiver.close()
         self._wake_sender.close()
         if self._directory is not None:
-            self._directory.cleanup()
+            self._directory.close()
 
     def _receive(self, router: zmq.Socket, frames: list[Frame]) -> None:
         while True:
@@ -175,9 +174,8 @@ class DriverTransport:
             pass
 
     def _bind_ipc(self) -> zmq.Socket:
-        # mode 0700; removed at the end of the process at the latest
-        self._directory = tempfile.TemporaryDirectory(prefix=IPC_PREFIX, ignore_cleanup_errors=True)
-        return self._bind(f"ipc://{self._directory.name}/steps", None)
+        self._directory = IpcDirectory()
+        return self._bind(f"ipc://{self._directory.path}/steps", None)
 
     def _bind_tcp(self, node_ip: str, keys: KeyPair, allowed: set[bytes]) -> zmq.Socket:
         self._allow_list = AllowList(self._context, allowed)

@@ -97,8 +97,11 @@ def signals_raise(error: type[BaseException]) -> Iterator[Callable[[], None]]:
     Yields a function that takes the signals again, for after a library put its own handlers in place.
     """
     numbers = (signal.SIGINT, signal.SIGTERM)
+    arrived = False
 
     def handle(number: int, frame: Any) -> None:
+        nonlocal arrived
+        arrived = True
         for each in numbers:
             signal.signal(each, signal.SIG_IGN)  # the clean-up that follows must not be cut short
         raise error
@@ -111,6 +114,10 @@ def signals_raise(error: type[BaseException]) -> Iterator[Callable[[], None]]:
     take()
     try:
         yield take
+    except Exception as other:
+        if arrived:  # raised within a C function, `error` may come out as something else (SystemError)
+            raise error from other
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import secrets
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from cluster.curve import AllowList, KeyPair, serve_with
 from cluster.errors import TransportError
+from cluster.ipc_directory import IpcDirectory
 from cluster.serve.side_channel import ReplyAddress, StepMessage
 
 logger = logging.getLogger(__name__)
@@ -33,9 +31,9 @@ class StepReceiver:
         self._context = zmq.Context()
         server_keys, client_keys = KeyPair.make(), KeyPair.make()
         self._allow_list = AllowList(self._context, {client_keys.public})
-        self._directory = Path(tempfile.mkdtemp(prefix="raydix-ingress-"))  # only this user may enter (0700)
+        self._directory = IpcDirectory("raydix-ingress-")
         self._ipc = self._context.socket(zmq.PULL)
-        self._ipc.bind(ipc := f"ipc://{self._directory / 'steps'}")
+        self._ipc.bind(ipc := f"ipc://{self._directory.path / 'steps'}")
         self._tcp = self._context.socket(zmq.PULL)
         serve_with(self._tcp, server_keys)
         self._monitor = self._tcp.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -70,7 +68,7 @@ class StepReceiver:
             self._stop.send(b"")
             self._thread.join(timeout=5)
         self._context.destroy(linger=0)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.close()
 
     def _run(self) -> None:
         poller = zmq.Poller()

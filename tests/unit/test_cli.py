@@ -145,6 +145,20 @@ def test_signals_raise_once_and_are_given_back():
     assert cleaned and signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_signal_that_a_c_function_turned_into_another_error_is_still_the_signal():
+    class Stop(BaseException):
+        pass
+
+    with pytest.raises(Stop) as caught, signals_raise(Stop):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except Stop as stop:
+            raise SystemError("returned a result with an exception set") from stop
+    assert isinstance(caught.value.__cause__, SystemError)
+    with pytest.raises(SystemError), signals_raise(Stop):
+        raise SystemError
+
+
 def test_startup_error_takes_the_cause_out_of_a_remote_traceback():
     text = (
         "The deployment failed to start 1 times.\nTraceback (most recent call last):\n"

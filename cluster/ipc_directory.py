@@ -1,0 +1,57 @@
+"""`IpcDirectory`: a private directory for ipc sockets that does not outlive its process for long.
+
+A process that is killed leaves its directory behind. Each holds a lock, which the kernel drops with the process: the
+next one on this machine to make a directory removes those whose lock is free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+
+IPC_PREFIX = "raydix-"
+_LOCK = "lock"
+
+
+class IpcDirectory:
+    """A directory that only this user may enter; `close` removes it, and so does an orderly end of the process."""
+
+    def __init__(self, prefix: str = IPC_PREFIX) -> None:
+        remove_abandoned()
+        self.path = Path(tempfile.mkdtemp(prefix=prefix))
+        # the name appears with the lock held, so that nobody takes a new directory for an abandoned one
+        lock = os.open(self.path / f"{_LOCK}.new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (self.path / f"{_LOCK}.new").rename(self.path / _LOCK)
+        self._remove = weakref.finalize(self, _remove, self.path, lock)
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._remove()
+
+
+def _remove(path: Path, lock: int) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    os.close(lock)
+
+
+def remove_abandoned() -> None:
+    """Remove this user's directories whose processes are gone."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{IPC_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, or no such directory any more
+            if directory.is_dir() and not directory.is_symlink() and directory.stat().st_uid == os.getuid():
+                _remove_if_abandoned(directory)
+
+
+def _remove_if_abandoned(directory: Path) -> None:
+    lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        os.close(lock)
