@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,19 +97,10 @@ class SharedGroup:
         scheduler = Scheduler(self.scheduler_config(**changes))
         arrivals: queue.SimpleQueue[StepOutputs | EngineError] = queue.SimpleQueue()
         driver = Driver(KeptGroup(self.group), scheduler, TIMEOUT, 1, arrivals.put, arrivals.put)
-        waiting = list(requests)
+        waiting = deque(requests)
+        for _ in range(1 if gap else len(waiting)):
+            driver.post(partial(scheduler.add, waiting.popleft()))
         added_at = 0
-
-        def add() -> None:
-            nonlocal added_at
-            scheduler.add(waiting.pop(0))
-            added_at = driver.steps
-
-        def add_all() -> None:
-            while waiting:
-                add()
-
-        driver.post(add if gap else add_all)
         self.usable = False
         driver.start()
         served = Served()
@@ -119,7 +112,8 @@ class SharedGroup:
                 served.take(arrival)
                 assert not arrival.errors
                 if waiting and (driver.steps - added_at >= gap or len(served.finish) + len(waiting) == len(requests)):
-                    driver.post(add)
+                    driver.post(partial(scheduler.add, waiting.popleft()))
+                    added_at = driver.steps
             self._wait_until_idle(scheduler)
         finally:
             driver.close()
