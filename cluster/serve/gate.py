@@ -6,6 +6,7 @@ import json
 import secrets
 from collections.abc import Sequence
 
+from ray.exceptions import TaskCancelledError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -77,12 +78,18 @@ class Rules:
             raise self._too_large()
 
     def limited(self, receive: Receive) -> Receive:
-        """`receive`, raising HTTPException 413 once the body is larger than allowed, whatever was announced."""
+        """`receive`, raising HTTPException 413 once the body is larger than allowed, whatever was announced.
+
+        Serve cancels the reading of a client that went away; to the application that is a disconnect like any other.
+        """
         received = 0
 
         async def receive_limited() -> Message:
             nonlocal received
-            message = await receive()
+            try:
+                message = await receive()
+            except TaskCancelledError:
+                return {"type": "http.disconnect"}
             received += len(message.get("body", b""))
             if received > self._max_body_bytes:
                 raise self._too_large()
