@@ -90,7 +90,7 @@ class Ingress:
                 model=info["served_model_name"],
                 max_seq_len=info["max_seq_len"],
                 engine=EngineClient(self._engine, tokenizer, context.get_node_id(), ray.util.get_node_ip_address()),
-                text=TextWorker(tokenizer, info["vocab_size"]),
+                text=TextWorker(tokenizer, info["vocab_size"], info["max_seq_len"]),
                 config=self._config,
                 logprobs=LogprobWriter(tokenizer),
                 tool_parser=choose_tool_parser(self._config.tool_parser, template and template.source),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from cluster.errors import InvalidRequestError
+from cluster.serve.errors import ContextLengthError
 from cluster.serve.messages import ChatMessage
 from cluster.serve.parsers import reasoning
 from cluster.tokenizer import Tokenizer
@@ -38,9 +39,10 @@ class ChatRendering:
 class TextWorker:
     """Encodes prompts in threads, so that a long prompt never stops other streams (the tokenizer gives up the GIL)."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_seq_len: int | None = None) -> None:
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._most_characters = None if max_seq_len is None else max_seq_len * longest_token(tokenizer)
         self._short = ThreadPoolExecutor(SHORT_THREADS, thread_name_prefix="raydix-encode")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="raydix-encode-long")
 
@@ -48,9 +50,10 @@ class TextWorker:
         """Token ids of a completion prompt; ids pass through after a check.
 
         Raises:
-            InvalidRequestError: the prompt is empty or holds an id outside the vocabulary.
+            InvalidRequestError: the prompt is empty, far too long or holds an id outside the vocabulary.
         """
         if isinstance(prompt, str):
+            self._check_length(len(prompt), "prompt")
             ids = await self.encode_text(prompt)
         else:
             ids = prompt
@@ -79,7 +82,9 @@ class TextWorker:
             text = render_chat(self.tokenizer, messages, rendering)
             return self.tokenizer.encode(text, add_special_tokens), text
 
-        return await self._run(sum(message.size for message in messages), work)
+        size = sum(message.size for message in messages)
+        self._check_length(size, "messages")
+        return await self._run(size, work)
 
     async def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         """The text of a whole sequence."""
@@ -96,12 +101,26 @@ class TextWorker:
         if bad is not None:
             raise InvalidRequestError(f"{param}: token id {bad} is outside 0..{self._vocab_size - 1}", param)
 
+    def _check_length(self, characters: int, param: str) -> None:
+        """Refuses what cannot fit however it is split: to tokenize 10 MB takes most of a minute, and others wait."""
+        if self._most_characters is not None and characters > self._most_characters:
+            raise ContextLengthError(
+                f"the prompt has {characters} characters, more than the model's context can hold; shorten the prompt",
+                param,
+            )
+
     async def _run(self, size: int, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._long if size >= LONG else self._short, work)
 
     def close(self) -> None:
         for threads in (self._short, self._long):
             threads.shutdown(wait=False, cancel_futures=True)
+
+
+def longest_token(tokenizer: Tokenizer) -> int:
+    """Most characters of a text that one token stands for; with room for a normalizer, which may shorten the text."""
+    longest = max(map(len, tokenizer.backend.get_vocab()), default=1)
+    return longest if tokenizer.backend.normalizer is None else 4 * longest
 
 
 def render_chat(tokenizer: Tokenizer, messages: Sequence[ChatMessage], rendering: ChatRendering) -> str:

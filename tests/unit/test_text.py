@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from cluster.errors import InvalidRequestError
+from cluster.serve.errors import ContextLengthError
 from cluster.serve.messages import ChatMessage
 from cluster.serve.text import LONG, ChatRendering, TextWorker
 from cluster.tokenizer import Tokenizer
@@ -54,6 +55,20 @@ async def test_prompts_that_cannot_be_served(worker, prompt):
     with pytest.raises(InvalidRequestError) as caught:
         await worker.encode(prompt)
     assert caught.value.param == "prompt"
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(worker):
+    small = TextWorker(worker.tokenizer, vocab_size=500, max_seq_len=8)
+    longest = max(map(len, worker.tokenizer.backend.get_vocab()))
+    assert len(await small.encode("x" * 8 * longest)) > 8  # by this measure it might fit: its tokens are counted later
+    with pytest.raises(ContextLengthError) as caught:
+        await small.encode("x" * (8 * longest + 1))
+    assert caught.value.param == "prompt"
+    with pytest.raises(ContextLengthError) as caught:
+        await small.encode_chat([ChatMessage(role="user", content="x" * 8 * longest), *HELLO], ChatRendering())
+    assert caught.value.param == "messages"
+    assert await small.encode_text("x" * 8 * (longest + 1))  # of /tokenize
+    small.close()
 
 
 async def test_token_ids_pass_through(worker):
