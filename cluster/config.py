@@ -71,6 +71,10 @@ class EngineConfig(BaseModel):
     step_timeout: float = Field(
         60.0, gt=0, le=MAX_SECONDS, description="a step without an answer for this long means a hung rank"
     )
+    max_recoveries: int = Field(
+        5, ge=0, description="starts of new ranks after failures, within recovery_window; then the engine fails"
+    )
+    recovery_window: float = Field(600.0, gt=0, le=MAX_SECONDS, description="seconds in which max_recoveries count")
     api_key: list[SecretStr] = Field(
         default_factory=list,
         description="serve: a key that clients may use, repeat for several; default: none is needed",

@@ -12,6 +12,7 @@ from cluster.errors import EngineClosedError, EngineDeadError, EngineError
 from cluster.histogram import STEP_BOUNDS, Histogram
 from cluster.inproc_group import InprocGroup
 from cluster.messages import Pong
+from cluster.recovery import GroupRestart, Recovery, StartBudget, Suspects
 from cluster.worker_group import WorkerGroup
 from scheduler.outputs import StepOutputs
 from scheduler.scheduler import Scheduler
@@ -21,16 +22,21 @@ logger = logging.getLogger(__name__)
 
 # An idle group is asked for a collective this often, so that a hung rank shows before the next request does.
 PROBE_INTERVAL = 5.0
+_KEPT_RECOVERIES = 32
 
 
 class Driver:
-    """Runs until `close`, or until the group fails.
+    """Runs until `close`, or until the group fails and `budget` has no start left (None: has none at all).
 
     One turn: commands from other threads, plan and send as far as the overlap depth allows, hand out the last step's
     outputs (while the next step runs), then sleep until a result, a command or a failure arrives.
 
-    `on_outputs` and `on_failure` are called in the driver's thread. After a failure, `on_failure` is called once, every
-    rank is killed and the placement group removed; `failure` tells other threads.
+    When the group fails, all its ranks are ended and started again, and every unfinished request goes on from the
+    tokens that were handed out: nobody's stream shows more than a pause (see `recovery`). Commands are taken meanwhile;
+    `recovering` tells other threads.
+
+    `on_outputs` and `on_failure` are called in the driver's thread. `on_failure` is called once, when the group cannot
+    go on: every rank is killed and the placement group removed; `failure` tells other threads.
     """
 
     def __init__(
@@ -41,6 +47,7 @@ class Driver:
         integrity_interval: int,
         on_outputs: Callable[[StepOutputs], None],
         on_failure: Callable[[EngineError], None],
+        budget: StartBudget | None = None,
     ) -> None:
         self._group = group
         self._scheduler = scheduler
@@ -52,11 +59,18 @@ class Driver:
         self._in_flight: deque[tuple[int, float]] = deque()  # (step id, when it was sent), oldest first
         self._probe: Probe | None = None
         self._probes = 0
+        self._outputs: list[StepOutputs] = []  # of results that arrived, to be handed out
+        self._budget = budget or StartBudget(0, 1.0)
+        self._suspects = Suspects()
+        self._woken = threading.Event()  # for the waits in which the group cannot be polled
         self.steps = 0  # answered so far
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="driver", daemon=True)
         self.step_seconds = Histogram(STEP_BOUNDS)  # from when a step could begin to its answer
         self.failure: EngineError | None = None
+        self.recovering: str | None = None  # why the ranks are being started again
+        self.recoveries = 0
+        self.last_recoveries: deque[Recovery] = deque(maxlen=_KEPT_RECOVERIES)
         self.last_progress = time.monotonic()  # when a step or a probe was last answered
 
     def start(self) -> None:
@@ -66,6 +80,7 @@ class Driver:
         """Have `command` called in the driver's thread, before the next step is planned. Thread-safe."""
         self._commands.append(command)
         self._group.wake()
+        self._woken.set()
 
     def close(self) -> None:
         """Stop serving and end the ranks; unfinished requests get EngineClosedError. Thread-safe, returns when done."""
@@ -77,7 +92,11 @@ class Driver:
 
     def _run(self) -> None:
         try:
-            self._serve()
+            while not self._closing:
+                try:
+                    self._serve()
+                except EngineDeadError as error:
+                    self._recover(error)
             self._end(EngineClosedError("the engine was shut down"), report=self._scheduler.has_work)
         except EngineDeadError as error:
             self._end(error)
@@ -86,43 +105,47 @@ class Driver:
             self._end(EngineDeadError(f"the driver loop failed: {type(error).__name__}: {error}"))
 
     def _serve(self) -> None:
-        outputs: list[StepOutputs] = []
         while not self._closing:
-            while self._commands:
-                self._commands.popleft()()
+            self._obey()
             self._plan()
-            self._deliver(outputs)
-            outputs = self._receive(self._group.poll(self._time_to_wait()))
+            self._deliver()
+            if not self._in_flight and self._scheduler.has_work and not self._commands and self._suspects.alone is None:
+                raise RuntimeError("the scheduler has work but plans nothing (a bug: please report it)")
+            self._receive(self._group.poll(self._time_to_wait()))
+
+    def _obey(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
 
     def _plan(self) -> None:
+        if self._suspects.alone is not None:
+            self._review_suspects()
         while (plan := self._scheduler.schedule()) is not None:
             self._group.send_plan(plan)
             self._in_flight.append((plan.step_id, time.monotonic()))
 
-    def _deliver(self, outputs: list[StepOutputs]) -> None:
+    def _deliver(self) -> None:
+        outputs, self._outputs = self._outputs, []
         outputs.append(self._scheduler.take_outputs())
         for output in outputs:
             if len(output):
                 self._on_outputs(output)
-        if not self._in_flight and self._scheduler.has_work and not self._commands:
-            raise EngineDeadError("the scheduler has work but plans nothing (a bug: please report it)")
 
-    def _receive(self, arrived: list[StepResult | tuple[int, Pong]]) -> list[StepOutputs]:
-        outputs = []
+    def _receive(self, arrived: list[StepResult | tuple[int, Pong]]) -> None:
         for item in arrived:
             if isinstance(item, StepResult):
-                outputs.append(self._scheduler.process(item))
+                self._outputs.append(self._scheduler.process(item))
                 now = time.monotonic()
                 _, sent = self._in_flight.popleft()
                 self.step_seconds.observe(now - max(sent, self.last_progress))
                 self.last_progress = now
                 self.steps += 1
+                self._budget.step_answered()
                 if self._integrity_interval and self.steps % self._integrity_interval == 0:
                     self._scheduler.check_integrity()
             elif self._probe is not None and self._probe.answered(*item):
                 self._probe = None
                 self.last_progress = time.monotonic()
-        return outputs
 
     def _time_to_wait(self) -> float:
         """Seconds until the watchdog or the next probe is due; sends a probe that is due."""
@@ -146,8 +169,82 @@ class Driver:
         self._group.ping(self._probes)
         return self._step_timeout
 
+    # -- recovery --------------------------------------------------------------------------------------------------
+
+    def _recover(self, failure: EngineDeadError) -> None:
+        """Start the group again and put every unfinished request back in line; returns also when closing.
+
+        Raises:
+            EngineDeadError: the budget has no start left.
+        """
+        failed, stopped, starts = time.monotonic(), 0.0, 0
+        self.recovering = str(failure)
+        self._forget_steps(failure)
+        error: Exception = failure
+        while not self._closing:
+            delay = self._budget.take()
+            if delay is None:
+                raise self._given_up(failure, error)
+            logger.warning("%s; the ranks start again%s", error, f" in {delay:g} s" if delay else "")
+            restart = self._restart(delay)
+            starts += 1
+            stopped = stopped or restart.stopped
+            if restart.error is None:
+                self._resume(
+                    Recovery(str(failure), failed, stopped, time.monotonic(), starts, restart.timeline.seconds)
+                )
+                return
+            error = restart.error
+
+    def _restart(self, delay: float) -> GroupRestart:
+        """One start, during which commands are taken."""
+        restart = GroupRestart(self._group, delay, self._woken.set)
+        while not restart.done and not self._closing:
+            self._woken.wait()
+            self._woken.clear()
+            self._obey()
+            self._deliver()
+        if self._closing:
+            restart.cancel()
+        return restart
+
+    def _resume(self, recovery: Recovery) -> None:
+        self.last_recoveries.append(recovery)
+        self.recoveries += 1
+        self.last_progress = recovery.ready
+        self.recovering = None
+        logger.warning("the ranks run again: %s", recovery)
+
+    def _given_up(self, failure: EngineDeadError, last: Exception) -> EngineDeadError:
+        if not self._budget.limit:
+            return failure
+        cause = str(failure) if last is failure else f"{failure}; and then: {last}"
+        return EngineDeadError(
+            f"{cause}; given up after {self._budget.limit} starts within {self._budget.window:g} s (max_recoveries, "
+            "recovery_window)"
+        )
+
+    def _forget_steps(self, error: EngineDeadError) -> None:
+        """Hand out what arrived, drop what was in flight, and see who may have caused the failure."""
+        poison = self._suspects.failed(self._scheduler.requests_in_flight())
+        self._in_flight.clear()
+        self._probe = None
+        self._scheduler.recover()
+        if poison is not None:
+            self._budget.cause_removed()
+            self._scheduler.fail_poison(
+                poison, f"the workers fail whenever this request runs, also when it runs alone; it was ended: {error}"
+            )
+            logger.error("request %d was ended, since the ranks fail whenever it runs", poison)
+        self._review_suspects()
+        self._deliver()
+
+    def _review_suspects(self) -> None:
+        self._suspects.review(self._scheduler.known_len)
+        self._scheduler.run_only(self._suspects.alone)
+
     def _end(self, error: EngineError, report: bool = True) -> None:
-        """The end of the group, and for now of the engine with it. Recovery would start the group again here."""
+        """The end of the group and of the engine with it."""
         self.failure = error
         try:
             if report:

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, TimeoutError
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from cluster.inproc_group import InprocGroup, cuda_is_available
 from cluster.model_files import resolve_model, served_name
 from cluster.progress import Progress, no_progress
 from cluster.rank_startup import Whereabouts
+from cluster.recovery import Recovery, StartBudget
 from cluster.request_timings import RequestTimings
 from cluster.settings import group_config, scheduler_config
 from cluster.timeline import Timeline
@@ -45,7 +46,7 @@ class EngineInfo:
     """What the engine turned out to be once it was ready.
 
     config            the effective settings: nothing that is derived at start-up is open any more
-    ranks             where each rank runs: node, pid, GPU ids
+    ranks             where each rank runs: node, pid, GPU ids; changes with a recovery
     startup_seconds   seconds of each start-up phase, and their total
     """
 
@@ -85,7 +86,7 @@ class Engine:
         on_failure: Callable[[EngineError], None],
     ) -> None:
         self.config = config
-        self.info: EngineInfo | None = None
+        self._info: EngineInfo | None = None
         self.tokenizer: Tokenizer | None = None
         self._on_outputs = on_outputs
         self._on_failure = on_failure
@@ -131,6 +132,7 @@ class Engine:
                 self.config.integrity_interval,
                 self._handle_outputs,
                 self._on_failure,
+                StartBudget(self.config.max_recoveries, self.config.recovery_window),
             )
         except BaseException:
             if self._group is not None:
@@ -148,10 +150,27 @@ class Engine:
                 "max_seq_len": group.max_seq_len,
             }
         )
-        self.info = EngineInfo(effective, path, group.vocab_size, tuple(eos), group.ranks, timeline.seconds)
+        self._info = EngineInfo(effective, path, group.vocab_size, tuple(eos), group.ranks, timeline.seconds)
         self._driver.start()
         self._log_start(timeline)
         return self.info
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """What the engine is; None before it was ready."""
+        if self._info is not None and self._info.ranks is not self._group.info.ranks:
+            self._info = replace(self._info, ranks=self._group.info.ranks)
+        return self._info
+
+    @property
+    def recovering(self) -> str | None:
+        """While the ranks are being started again: why. Requests are accepted, and wait."""
+        return self._driver.recovering if self._driver is not None and self._driver.failure is None else None
+
+    @property
+    def last_recoveries(self) -> list[Recovery]:
+        """The latest recoveries, oldest first."""
+        return list(self._driver.last_recoveries)
 
     @property
     def failure(self) -> EngineError | None:
@@ -214,7 +233,10 @@ class Engine:
 
     def metrics(self) -> dict[str, Any]:
         """Totals and histograms of requests and steps since the start, as plain values; see `RequestTimings`."""
-        return self._timings.snapshot() | {"step_seconds": self._driver.step_seconds.snapshot()}
+        return self._timings.snapshot() | {
+            "step_seconds": self._driver.step_seconds.snapshot(),
+            "recoveries": self._driver.recoveries,
+        }
 
     @property
     def last_progress(self) -> float:

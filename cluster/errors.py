@@ -12,6 +12,7 @@
     |   |   `-- PlacementError    the cluster cannot hold the group: says what was asked and what is there
     |   |-- EngineDeadError       a rank died or hung; the request cannot be finished   (HTTP 503)
     |   `-- EngineClosedError     the engine was shut down   (HTTP 503)
+    |-- PoisonRequestError        ranks fail whenever this request runs; it alone was given up   (HTTP 500)
     |-- OverloadedError           the queue is full   (HTTP 429)
     `-- TransportError            a peer speaks another version, or not at all
 """
@@ -73,6 +74,10 @@ class EngineDeadError(EngineError):
 
 class EngineClosedError(EngineError):
     """The engine was shut down."""
+
+
+class PoisonRequestError(RaydixError):
+    """Ranks failed each time this request ran, also when it ran alone. Others were served."""
 
 
 class OverloadedError(RaydixError):

@@ -285,7 +285,7 @@ class Stream:
             prompt_token_ids=self.request.prompt_ids.tolist(),
             token_ids=self.token_ids,
             text=text,
-            finish_reason=self.finish.name.lower(),
+            finish_reason="error" if self.finish is FinishReason.POISON else self.finish.name.lower(),
             cached_tokens=self.cached_tokens,
             error=self.error,
             logprobs=self._token_logprobs(),

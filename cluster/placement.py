@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import ray
@@ -32,8 +33,14 @@ class Placement:
         remove_placement_group(self.group)
 
 
-def place_ranks(tp_size: int, resources: dict[str, float], timeout: float, may_grow: bool = True) -> Placement:
-    """Reserve `tp_size` bundles of `resources` (such as {"GPU": 1.0}).
+def place_ranks(
+    tp_size: int,
+    resources: dict[str, float],
+    timeout: float,
+    may_grow: bool = True,
+    check: Callable[[], None] = lambda: None,
+) -> Placement:
+    """Reserve `tp_size` bundles of `resources` (such as {"GPU": 1.0}). `check` is called every second of waiting.
 
     All ranks go to the driver's node when it has room for all of them; otherwise Ray packs them on as few nodes as it
     can. Ranks are numbered node by node, the driver's node first.
@@ -48,10 +55,10 @@ def place_ranks(tp_size: int, resources: dict[str, float], timeout: float, may_g
         raise PlacementError(describe_shortage(tp_size, resources, "the group can never fit"))
     if _fits(available_resources_per_node().get(driver_node, {}), resources) >= tp_size:
         near = [{_NODE_ID_LABEL: driver_node}] * tp_size
-        group = _reserve(tp_size, resources, min(timeout, _NEAR_TIMEOUT), near)
+        group = _reserve(tp_size, resources, min(timeout, _NEAR_TIMEOUT), near, check)
         if group is not None:
             return _in_rank_order(group, driver_node)
-    group = _reserve(tp_size, resources, deadline - time.monotonic(), None)
+    group = _reserve(tp_size, resources, deadline - time.monotonic(), None, check)
     if group is None:
         raise PlacementError(describe_shortage(tp_size, resources, f"not placed within {timeout:.0f} s"))
     return _in_rank_order(group, driver_node)
@@ -76,7 +83,11 @@ def describe_shortage(tp_size: int, resources: dict[str, float], problem: str) -
 
 
 def _reserve(
-    tp_size: int, resources: dict[str, float], timeout: float, labels: list[dict[str, str]] | None
+    tp_size: int,
+    resources: dict[str, float],
+    timeout: float,
+    labels: list[dict[str, str]] | None,
+    check: Callable[[], None],
 ) -> PlacementGroup | None:
     group = placement_group([dict(resources) for _ in range(tp_size)], strategy="PACK", bundle_label_selector=labels)
     deadline = time.monotonic() + timeout
@@ -84,6 +95,7 @@ def _reserve(
         while (left := deadline - time.monotonic()) > 0:
             if group.wait(min(1.0, left)):  # short waits, so that Ctrl-C is heard
                 return group
+            check()
     except BaseException:
         remove_placement_group(group)
         raise

@@ -6,6 +6,7 @@ import logging
 import secrets
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError  # the builtin only since Python 3.11
 from dataclasses import dataclass, replace
@@ -57,8 +58,8 @@ class WorkerGroup:
     """Placement group, actors and transport of one group.
 
     `start` and `stop` may be called again and again from the same process: each start makes a new placement group,
-    new actors, new sockets and a new process group. Only `wake` is thread-safe; everything else belongs to one thread
-    at a time.
+    new actors, new sockets and a new process group, with as many pages as the first. `wake` and `strangers` are
+    thread-safe; everything else belongs to one thread at a time.
     """
 
     def __init__(self, config: GroupConfig) -> None:
@@ -76,11 +77,13 @@ class WorkerGroup:
 
     @property
     def strangers(self) -> int:
-        """Messages from outside the group that were dropped, over all starts."""
-        return self._strangers + (self._transport.strangers if self._transport else 0)
+        """Messages from outside the group that were dropped, over all starts. Thread-safe."""
+        transport = self._transport
+        return self._strangers + (transport.strangers if transport else 0)
 
-    def start(self, timeline: Timeline) -> GroupInfo:
-        """Bring the group up; returns when every rank is ready for steps.
+    def start(self, timeline: Timeline, check: Callable[[], None] = lambda: None) -> GroupInfo:
+        """Bring the group up; returns when every rank is ready for steps. `check` is called about every second of
+        waiting for a place or for ranks, and gives up by raising.
 
         Raises:
             PlacementError: no room. ConfigError, ModelLoadError: a rank says so. StartupError: anything else, with
@@ -92,13 +95,16 @@ class WorkerGroup:
             self._here = ray.get_runtime_context().get_node_id()
             config = self.config
             self._placement = place_ranks(
-                self.size, config.resources, min(config.placement_timeout, config.start_timeout), config.may_grow
+                self.size, config.resources, min(config.placement_timeout, config.start_timeout), config.may_grow, check
             )
             timeline.enter("actors")
             self._create_actors(deadline)
             timeline.enter("ranks")
             self._run_ranks(deadline)
-            self.info = self._bring_up(timeline, deadline)
+            info = self._bring_up(timeline, deadline, check)
+            if self.info is not None and replace(info, ranks=()) != replace(self.info, ranks=()):
+                raise StartupError(f"the model or its memory changed since the last start: {self.info}, now {info}")
+            self.info = info
         except BaseException:
             self.stop(grace=0.0)
             raise
@@ -201,7 +207,7 @@ class WorkerGroup:
                 group=self._group_id,
                 address=self._transport.addresses[number],
                 worker=replace(
-                    self.config.worker,
+                    self._worker(),
                     tp_rank=number,
                     local_ranks=sum(other.node_id == place.node_id for other in self._ranks),
                 ),
@@ -214,13 +220,19 @@ class WorkerGroup:
             run.add_done_callback(partial(self._on_run_ended, self._ended, number))
             self._runs.append(run)
 
+    def _worker(self) -> WorkerConfig:
+        """A later start gets the pages of the first, since that is what the scheduler plans with."""
+        worker = self.config.worker
+        return worker if self.info is None else replace(worker, num_pages=self.info.num_pages)
+
     def _on_run_ended(self, ended: deque[int], rank: int, run: Future) -> None:
         ended.append(rank)
         self.wake()
 
-    def _bring_up(self, timeline: Timeline, deadline: float) -> GroupInfo:
-        handshake = Handshake(self._group_id, self._ranks, self.config.worker, timeline, self._send)
+    def _bring_up(self, timeline: Timeline, deadline: float, check: Callable[[], None]) -> GroupInfo:
+        handshake = Handshake(self._group_id, self._ranks, self._worker(), timeline, self._send)
         while handshake.missing:
+            check()
             if time.monotonic() >= deadline:
                 raise handshake.late(self.config.start_timeout)
             self._take_startup_messages(handshake, min(deadline - time.monotonic(), 1.0))  # short: Ctrl-C is heard

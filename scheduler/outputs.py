@@ -18,6 +18,7 @@ class FinishReason(IntEnum):
     LENGTH = 2
     ABORT = 3
     ERROR = 4
+    POISON = 5  # an error: workers fail whenever it runs
 
 
 _NOTHING = tuple(np.empty(0, dtype) for dtype in (np.int64, np.int32, np.uint8, np.int32))
@@ -36,7 +37,7 @@ class StepOutputs:
     finish: np.ndarray  # uint8, FinishReason
     cached_tokens: np.ndarray  # int32, prompt tokens found in the prefix cache at first admission
     step_id: int = 0  # 0: needed no step
-    errors: dict[int, str] = field(default_factory=dict)  # request id -> message, for ERROR
+    errors: dict[int, str] = field(default_factory=dict)  # request id -> message, for ERROR and POISON
     logprobs: SampledLogprobs | None = None  # of the entries that it indexes, whose requests asked for them
     # By request id, once, with the first entry after the last prompt token was scored: of the prompt's tokens but the
     # first (a prompt of one token has none).

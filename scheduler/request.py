@@ -62,6 +62,7 @@ class ReqState(IntEnum):
     LAST = 3  # its last token is planned: it needs no more steps
     PREEMPTED = 4  # gives its row back when its results have returned, then waits again
     ENDED = 5  # its finish was reported
+    HELD = 6  # waits, out of line, while only another request may run
 
 
 class Req:

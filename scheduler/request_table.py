@@ -18,6 +18,8 @@ class RequestTable:
            ^           |          |
            +------- PREEMPTED <---+         and from anywhere to ENDED
 
+    While only one request may run (`run_only`), the others are HELD where they would be WAITING.
+
     Whoever leaves a row early (PREEMPTED, ENDED) keeps row and pages until the last plan that uses them has returned
     (R7); `give_back_rows` then lets go of them.
     """
@@ -34,6 +36,7 @@ class RequestTable:
         self.by_row: list[Req | None] = [None] * rows.num_rows
         self.leaving: list[Req] = []  # rows to be given back when their last plan has returned
         self.preemptions = 0
+        self.only: int | None = None  # the one request that may run; None: all may
         self._ended: list[tuple[int, FinishReason, int]] = []  # finishes that came with no result
         self._errors: dict[int, str] = {}
 
@@ -107,6 +110,22 @@ class RequestTable:
                 else:
                     self.leaving.append(req)
 
+    def run_only(self, request_id: int | None) -> None:
+        """Let no other request run than this one, or all of them again (None). Places in line are kept."""
+        if request_id == self.only:
+            return
+        self.only = request_id
+        for req in self.running():
+            if request_id is not None and req.request_id != request_id:
+                self.preempt(req)
+        for req in self.unfinished.values():
+            if req.state in (ReqState.WAITING, ReqState.HELD):
+                self._stop_planning(req)
+                self._line_up(req)
+
+    def num_held(self) -> int:
+        return 0 if self.only is None else sum(req.state is ReqState.HELD for req in self.unfinished.values())
+
     def recover(self) -> None:
         """Everything on a row waits again with the tokens known so far; rows, pages and the cache start afresh."""
         self.leaving.clear()
@@ -125,6 +144,9 @@ class RequestTable:
         self._cache.reset()
 
     def _line_up(self, req: Req) -> None:
+        if self.only is not None and req.request_id != self.only:
+            req.state = ReqState.HELD
+            return
         req.state = ReqState.WAITING
         self._policy.push(req)
         self._prefill.line_changed()

@@ -91,6 +91,13 @@ class Scheduler:
         self._table.give_back_rows(self._returned)
         return True
 
+    def fail_poison(self, request_id: int, reason: str) -> None:
+        """End a request with POISON and this message. An unknown id is ignored."""
+        req = self._table.unfinished.get(request_id)
+        if req is not None:
+            self._table.withdraw(req, FinishReason.POISON, reason)
+            self._table.give_back_rows(self._returned)
+
     def abort_all(self, reason: str) -> None:
         """End every request with ERROR and this message. Plans in flight may still be processed."""
         for req in list(self._table.unfinished.values()):
@@ -237,6 +244,26 @@ class Scheduler:
         self._returned = self._planned
         self._table.recover()
 
+    def run_only(self, request_id: int | None) -> None:
+        """Let only this request run; the others, new ones too, wait with what they have. None: all run again.
+
+        Others that were running stop being planned; what is in flight of them still counts.
+        """
+        self._table.run_only(request_id)
+
+    def known_len(self, request_id: int) -> int | None:
+        """Tokens of prompt and output that have arrived; None if there is no such unfinished request."""
+        req = self._table.unfinished.get(request_id)
+        return None if req is None else req.known_len
+
+    def requests_in_flight(self) -> dict[int, int]:
+        """Unfinished requests that plans in flight compute, oldest first, and their known lengths."""
+        return {
+            req.request_id: req.known_len
+            for req in self._table.unfinished.values()
+            if req.table_idx >= 0 and self.rows.last_plan[req.table_idx] > self._returned
+        }
+
     # ---------------------------------------------------------------- state
 
     @property
@@ -250,10 +277,10 @@ class Scheduler:
         return bool(self._table.unfinished or self._table.leaving)
 
     def stats(self) -> SchedulerStats:
-        """Constant cost."""
+        """Constant cost, but for a count while only one request may run."""
         return SchedulerStats(
             running=self.rows.used_rows,
-            waiting=len(self.policy),
+            waiting=len(self.policy) + self._table.num_held(),
             free_pages=self.cache.free_pages,
             total_pages=self.config.num_pages,
             cached_pages=self.cache.prefix_cache.size_info.total_size // self.config.page_size,

@@ -87,11 +87,17 @@ class EngineDeployment:
 
     async def status(self) -> dict[str, Any]:
         """`failure`: why the engine is lost, or None; `stalled`: why it is not ready, or None; and its counters."""
+        recovering = self._engine.recovering
         failure = self._engine.failure
         age = time.monotonic() - self._engine.last_progress  # of the last step, or of an idle engine's last probe
+        stalled = None
+        if recovering is not None:
+            stalled = f"its workers are being started again: {recovering}"
+        elif age > STALE_SECONDS:
+            stalled = f"no step has finished for {age:.0f} s"
         return {
             "failure": None if failure is None else str(failure),
-            "stalled": f"no step has finished for {age:.0f} s" if age > STALE_SECONDS else None,
+            "stalled": stalled,
             "stats": await asyncio.to_thread(self._engine.stats),
         }
 
@@ -104,7 +110,7 @@ class EngineDeployment:
         stats = await asyncio.to_thread(self._engine.stats)
         if not stats:
             raise self._engine.failure or EngineError("the engine does not answer")
-        return stats | self._engine.metrics() | {"recoveries": 0}
+        return stats | self._engine.metrics()
 
     async def info(self) -> dict[str, Any]:
         """The effective settings under their names in `EngineConfig`, and what an ingress must know of the model."""

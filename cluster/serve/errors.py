@@ -47,6 +47,7 @@ _CODES = {
     ContextLengthError: "context_length_exceeded",
     errors.UnknownModelError: "model_not_found",
     errors.OverloadedError: "rate_limit_exceeded",
+    errors.PoisonRequestError: "poison_request",
     errors.EngineDeadError: "engine_dead",
     errors.EngineClosedError: "engine_closed",
 }

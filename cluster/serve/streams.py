@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cluster.detokenizer import IncrementalDetokenizer
-from cluster.errors import EngineClosedError, EngineError, RaydixError
+from cluster.errors import EngineClosedError, EngineError, PoisonRequestError, RaydixError
 from cluster.serve.metrics import IngressMetrics
 from cluster.serve.side_channel import StepMessage
 from scheduler.outputs import FinishReason
@@ -102,6 +102,8 @@ class TokenStream:
         """Apply one entry of a step message; None when there is nothing to tell yet."""
         if finish == FinishReason.ERROR:
             return Delta(error=EngineError(failure or "the engine could not finish this request"))
+        if finish == FinishReason.POISON:
+            return Delta(error=PoisonRequestError(failure or "the engine fails whenever this request runs"))
         if finish == FinishReason.ABORT:
             return Delta(error=EngineClosedError("the request was aborted by the engine"))
         # The stop token itself is counted; it is text only for those who asked for it.
