@@ -125,7 +125,7 @@ def test_serve_three_workers_answers_and_stops_cleanly(start):
 
 
 def test_killed_worker_ends_stream_and_server_with_the_reason(start):
-    server = start()
+    server = start("--max-recoveries", "0")
     server.wait_ready()
     processes = server.children()
     (rank,) = server.ranks()

@@ -230,7 +230,7 @@ def test_a_full_queue_refuses_with_429_and_recovers(tiny_llama: Path) -> None:
 
 
 def test_a_killed_rank_fails_what_runs_and_what_comes(tiny_llama: Path) -> None:
-    client = Client(tiny_llama, tp_size=2)
+    client = Client(tiny_llama, tp_size=2, max_recoveries=0)
     info = client.engine.start()
     client.engine.submit(request([5, 6], 100))
     client.wait(lambda: client.tokens)

@@ -21,7 +21,7 @@ LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "te
 
 @pytest.fixture(scope="module")
 def server(private_ray):
-    with running_server(max_running_requests=8, max_queued_requests=40) as server:
+    with running_server(max_running_requests=8, max_queued_requests=40, max_recoveries=0) as server:
         yield server
 
 

@@ -21,6 +21,7 @@ import ray
 from cluster.driver import Driver
 from cluster.errors import EngineClosedError, EngineDeadError, EngineError, ModelLoadError, StartupError
 from cluster.progress import no_progress
+from cluster.recovery import StartBudget
 from cluster.timeline import Timeline
 from cluster.worker_group import WorkerGroup
 from scheduler.config import SchedulerConfig
@@ -42,15 +43,13 @@ def make_group(tp_size: int = 2, faults: Faults = Faults()) -> WorkerGroup:  # n
 class Service:
     """A started group with a scheduler and a driver around it."""
 
-    def __init__(self, group: WorkerGroup, step_timeout: float = 30.0) -> None:
+    def __init__(self, group: WorkerGroup, step_timeout: float = 30.0, budget: StartBudget | None = None) -> None:
         self.group = group
         self.info = group.start(Timeline(no_progress))
         config = SchedulerConfig(self.info.num_pages, PAGE_SIZE, ROWS, MAX_SEQ_LEN, STEP_TOKENS)
         self.scheduler = Scheduler(config)
         self.arrivals: queue.SimpleQueue[StepOutputs | EngineError] = queue.SimpleQueue()
-        self.driver = Driver(
-            group, self.scheduler, step_timeout, 1, on_outputs=self.arrivals.put, on_failure=self.arrivals.put
-        )
+        self.driver = Driver(group, self.scheduler, step_timeout, 1, self.arrivals.put, self.arrivals.put, budget)
         self.driver.start()
 
     def submit(self, request_id: int, prompt: list[int], max_tokens: int) -> None:

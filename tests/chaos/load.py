@@ -1,0 +1,184 @@
+"""Streams without end on one engine, each held against an undisturbed run, and how long recoveries make them pause."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from cluster.config import EngineConfig
+from cluster.engine import Engine
+from cluster.errors import EngineError
+from cluster.recovery import Recovery
+from scheduler.outputs import FinishReason, StepOutputs
+from scheduler.request import Request
+from scheduler.sampling_params import SamplingParams
+
+VOCAB_SIZE = 101
+CONFIG = {
+    "device": "cpu",
+    "tp_size": 2,
+    "page_size": 4,
+    "num_pages": 1500,
+    "max_running_requests": 32,
+    "max_seq_len": 256,
+    "max_step_tokens": 128,
+    "integrity_interval": 5,
+    "ray_address": "auto",
+    "max_recoveries": 100,
+}
+_RECREATE = ("placement", "actors", "ranks", "connect", "import", "process group")
+
+
+@dataclass
+class Stream:
+    """One run of one prompt."""
+
+    number: int  # of the prompt
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    finish: FinishReason = FinishReason.NONE
+    error: str | None = None
+
+
+class Load:
+    """Requests 2n are greedy and 2n + 1 seeded; each starts anew when it ends, until `drain`."""
+
+    def __init__(self, model: Path, count: int = 32, seed: int = 0, **config: object) -> None:
+        rng = random.Random(seed)
+        self.prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(3, 60))] for _ in range(count)]
+        self.lengths = [rng.randrange(80, 180) for _ in range(count)]
+        self.streams: dict[int, Stream] = {}
+        self.failures: list[EngineError] = []
+        self.changed = threading.Condition()
+        self._ids = itertools.count(1)
+        self._repeat = False
+        self.engine = Engine(EngineConfig(model=str(model), **(CONFIG | config)), self._on_outputs, self._on_failure)
+
+    def request(self, number: int, **sampling: object) -> Request:
+        values = {"temperature": 0.0 if number % 2 == 0 else 1.0, "seed": 1000 + number, "ignore_eos": True}
+        values |= {"max_tokens": self.lengths[number]} | sampling
+        return Request(next(self._ids), np.array(self.prompts[number]), SamplingParams(**values))
+
+    def submit(self, number: int, **sampling: object) -> Stream:
+        request = self.request(number, **sampling)
+        stream = self.streams[request.request_id] = Stream(number)
+        self.engine.submit(request)
+        return stream
+
+    def run_once(self) -> list[list[int]]:
+        """Every prompt once, with nothing in the way."""
+        streams = [self.submit(number) for number in range(len(self.prompts))]
+        self.wait(lambda: all(stream.finish for stream in streams), 120)
+        return [stream.tokens for stream in streams]
+
+    def start(self) -> None:
+        self._repeat = True
+        for number in range(len(self.prompts)):
+            self.submit(number)
+
+    def drain(self) -> list[Stream]:
+        """Let every stream end. Returns all that ever ran."""
+        self._repeat = False
+        self.wait(lambda: all(stream.finish for stream in self.streams.values()), 180)
+        return list(self.streams.values())
+
+    def live(self) -> list[Stream]:
+        return [stream for stream in list(self.streams.values()) if not stream.finish]
+
+    def wait(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, timeout), (self.failures, self.engine.recovering)
+
+    def wait_for_tokens_everywhere(self, since: float) -> None:
+        """Until every prompt's stream has got on since then."""
+        numbers = set(range(len(self.prompts)))
+        self.wait(
+            lambda: {s.number for s in self.streams.values() if s.times and s.times[-1] > since} >= numbers, timeout=120
+        )
+
+    def check(self, expected: list[list[int]]) -> int:
+        """Every stream that ended has the undisturbed run's tokens. Returns how many there were."""
+        assert not self.failures, self.failures
+        for stream in self.streams.values():
+            assert stream.finish == FinishReason.LENGTH, stream
+            assert stream.tokens == expected[stream.number], f"prompt {stream.number} differs"
+        return len(self.streams)
+
+    def _on_outputs(self, outputs: StepOutputs) -> None:
+        now = time.monotonic()
+        columns = (outputs.request_ids.tolist(), outputs.tokens.tolist(), outputs.finish.tolist())
+        with self.changed:
+            for request_id, token, finish in zip(*columns, strict=True):
+                stream = self.streams[request_id]
+                assert not stream.finish, "an output after the finish"
+                if token >= 0:
+                    stream.tokens.append(token)
+                    stream.times.append(now)
+                if finish:
+                    stream.finish, stream.error = FinishReason(finish), outputs.errors.get(request_id)
+                    if self._repeat:
+                        self.submit(stream.number)
+            self.changed.notify_all()
+
+    def _on_failure(self, error: EngineError) -> None:
+        with self.changed:
+            self.failures.append(error)
+            self.changed.notify_all()
+
+
+@contextmanager
+def running(load: Load) -> Iterator[Load]:
+    load.engine.start()
+    try:
+        yield load
+    finally:
+        load.engine.shutdown()
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Seconds from a kill to the next token, in parts; of the streams that were open, the median and the worst."""
+
+    detect: float
+    tear_down: float
+    recreate: float
+    load: float
+    prefill: float
+    prefill_worst: float
+    worst: float
+
+    @classmethod
+    def of(cls, killed: float, recovery: Recovery, streams: list[Stream]) -> Pause:
+        first = [next(time for time in stream.times if time > recovery.ready) for stream in streams]
+        start = recovery.ready - recovery.stopped
+        recreate = sum(recovery.phases.get(phase, 0.0) for phase in _RECREATE)
+        return cls(
+            recovery.failed - killed,
+            recovery.stopped - recovery.failed,
+            min(recreate, start),
+            max(0.0, start - recreate),
+            statistics.median(first) - recovery.ready,
+            max(first) - recovery.ready,
+            max(first) - killed,
+        )
+
+
+def report(title: str, pauses: list[Pause], cold_start: dict[str, float]) -> str:
+    """A table of medians and worsts."""
+    lines = [f"{title}: {len(pauses)} recoveries; seconds", f"{'':14}{'median':>8}{'worst':>8}"]
+    for name in Pause.__dataclass_fields__:
+        values = [getattr(pause, name) for pause in pauses]
+        lines.append(f"{name:14}{statistics.median(values):8.2f}{max(values):8.2f}")
+    group = ("placement", "actors", "ranks", "import", "process group", "load", "allocate", "warm-up")
+    lines.append("cold start of the group: " + ", ".join(f"{p} {cold_start[p]:.2f}" for p in group if p in cold_start))
+    lines.append(f"cold start in all: {cold_start['total']:.2f}")
+    return "\n".join(lines)
