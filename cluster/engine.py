@@ -132,7 +132,7 @@ class Engine:
                 self.config.integrity_interval,
                 self._handle_outputs,
                 self._on_failure,
-                StartBudget(self.config.max_recoveries, self.config.recovery_window),
+                StartBudget(self.config.max_recoveries if self._runtime else 0, self.config.recovery_window),
             )
         except BaseException:
             if self._group is not None:

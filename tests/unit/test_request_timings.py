@@ -13,7 +13,7 @@ from scheduler.outputs import FinishReason, StepOutputs
 from scheduler.request import Request
 from scheduler.sampling_params import SamplingParams
 
-NONE, STOP, LENGTH, ABORT, ERROR = FinishReason
+NONE, STOP, LENGTH, ABORT, ERROR, POISON = FinishReason
 
 
 def test_values_fall_into_their_buckets():

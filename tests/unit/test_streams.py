@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from cluster.detokenizer import TextDelta
-from cluster.errors import EngineClosedError, EngineError
+from cluster.errors import EngineClosedError, EngineError, PoisonRequestError
 from cluster.serve.metrics import IngressMetrics
 from cluster.serve.side_channel import StepMessage
 from cluster.serve.streams import Delta, StreamGroup, StreamTable
 from scheduler.outputs import FinishReason
 from scheduler.step import LogprobBlock, SampledLogprobs
 
-NONE, STOP, LENGTH, ABORT, ERROR = FinishReason
+NONE, STOP, LENGTH, ABORT, ERROR, POISON = FinishReason
 
 
 class Letters:
@@ -107,13 +107,15 @@ async def test_a_stop_string_ends_the_stream_before_the_engine_does(table):
     assert [stream.engine_ended for stream in ended] == [False]
 
 
-@pytest.mark.parametrize(("finish", "kind"), [(ERROR, EngineError), (ABORT, EngineClosedError)])
+@pytest.mark.parametrize(
+    ("finish", "kind"), [(ERROR, EngineError), (ABORT, EngineClosedError), (POISON, PoisonRequestError)]
+)
 async def test_an_engine_error_is_raised_to_the_reader(table, finish, kind):
     group, (a, _) = open_group(table, Letters(), Letters())
     await receive(table, step((a, 1, NONE)))
     assert await anext(group) == (0, Delta("a", 1, 16))
     await receive(table, step((a, -1, finish), errors={a: "no room"}))
-    with pytest.raises(kind, match="no room" if finish == ERROR else "aborted"):
+    with pytest.raises(kind, match="aborted" if finish == ABORT else "no room"):
         await anext(group)
 
 
