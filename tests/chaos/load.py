@@ -77,7 +77,7 @@ class Load:
     def run_once(self) -> list[list[int]]:
         """Every prompt once, with nothing in the way."""
         streams = [self.submit(number) for number in range(len(self.prompts))]
-        self.wait(lambda: all(stream.finish for stream in streams), 120)
+        self.wait(lambda: all(stream.finish for stream in streams), 300)
         return [stream.tokens for stream in streams]
 
     def start(self) -> None:
@@ -94,7 +94,7 @@ class Load:
     def live(self) -> list[Stream]:
         return [stream for stream in list(self.streams.values()) if not stream.finish]
 
-    def wait(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
+    def wait(self, condition: Callable[[], bool], timeout: float = 180.0) -> None:
         with self.changed:
             assert self.changed.wait_for(condition, timeout), (self.failures, self.engine.recovering)
 
@@ -102,7 +102,7 @@ class Load:
         """Until every prompt's stream has got on since then."""
         numbers = set(range(len(self.prompts)))
         self.wait(
-            lambda: {s.number for s in self.streams.values() if s.times and s.times[-1] > since} >= numbers, timeout=120
+            lambda: {s.number for s in self.streams.values() if s.times and s.times[-1] > since} >= numbers, timeout=180
         )
 
     def check(self, expected: list[list[int]]) -> int:

@@ -29,7 +29,7 @@ def expected(tiny_llama: Path) -> list[list[int]]:
         return load.run_once()
 
 
-def wait_until(condition, timeout: float = 30.0) -> None:
+def wait_until(condition, timeout: float = 120.0) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline
@@ -94,7 +94,7 @@ def test_a_step_that_goes_wrong_on_one_rank(
         assert load.run_once() == expected
         (recovery,) = load.engine.last_recoveries
         assert recovery.starts == 1
-        assert f"rank {rank} " in recovery.cause
+        assert how == "die" or f"rank {rank} " in recovery.cause  # a survivor may be heard first
         assert how == "die" or "RuntimeError: forward failed" in recovery.cause
 
 
