@@ -199,13 +199,15 @@ class Driver:
     def _restart(self, delay: float) -> GroupRestart:
         """One start, during which commands are taken."""
         restart = GroupRestart(self._group, delay, self._woken.set)
-        while not restart.done and not self._closing:
-            self._woken.wait()
-            self._woken.clear()
-            self._obey()
-            self._deliver()
-        if self._closing:
-            restart.cancel()
+        try:
+            while not restart.done and not self._closing:
+                self._woken.wait()
+                self._woken.clear()
+                self._obey()
+                self._deliver()
+        finally:
+            if not restart.done:  # closing, or a command raised: the group must be nobody else's before it is ended
+                restart.cancel()
         return restart
 
     def _resume(self, recovery: Recovery) -> None:
