@@ -51,7 +51,7 @@ def disturb(load: Load, number: int, times: int, rng: random.Random) -> list[Pau
         wait_until(lambda done=done: load.failures or len(load.engine.last_recoveries) > done, 120)
         assert not load.failures, load.failures
         recovery = load.engine.last_recoveries[-1]
-        load.wait(lambda r=recovery, s=open_streams: all(x.finish or x.times[-1] > r.ready for x in s))
+        load.wait(lambda r=recovery, s=open_streams: all(x.finish or x.times[-1:] > [r.ready] for x in s))
         since = recovery.ready
         pauses.append(Pause.of(killed, recovery, [s for s in open_streams if s.times and s.times[-1] > recovery.ready]))
         assert not psutil.pid_exists(victim)
