@@ -1,4 +1,4 @@
-"""One private Ray for all tests of this directory that ask for it, and a tiny checkpoint with random weights."""
+"""One private Ray for all tests that ask for it, and a tiny checkpoint with random weights."""
 
 from __future__ import annotations
 
