@@ -215,7 +215,9 @@ def test_an_unknown_setting_is_named() -> None:
 
 
 CHILD = """
+import signal
 from cluster import LLM, SamplingParams
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs are started with SIGINT ignored
 if __name__ == "__main__":
     llm = LLM(device="cpu", ray_address="local", max_seq_len=2048, max_running_requests=4)
     print(*(rank.pid for rank in llm.info.ranks), flush=True)
