@@ -12,8 +12,16 @@ import pytest
 def private_ray() -> Iterator[None]:
     """Ray in this process, with more CPUs than the machine has: ranks of tiny models may share cores."""
     import ray
+    import torch
 
-    ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=128 << 20, log_to_driver=False)
+    ray.init(
+        address="local",
+        num_cpus=8,
+        num_gpus=torch.cuda.device_count(),
+        include_dashboard=False,
+        object_store_memory=128 << 20,
+        log_to_driver=False,
+    )
     yield
     ray.shutdown()
 

@@ -41,20 +41,3 @@ SETTINGS = [
 @pytest.fixture(params=SETTINGS, ids=lambda setting: setting.name)
 def setting(request: pytest.FixtureRequest) -> Setting:
     return request.param
-
-
-@pytest.fixture(scope="session")
-def private_ray():
-    import ray
-    import torch
-
-    ray.init(
-        address="local",
-        num_cpus=8,
-        num_gpus=torch.cuda.device_count(),
-        include_dashboard=False,
-        object_store_memory=128 << 20,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
