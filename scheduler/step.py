@@ -25,9 +25,8 @@ covered by a CRC-32, so a damaged or truncated buffer is refused (`StepFormatErr
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Sequence
-from enum import IntEnum, IntFlag
+from enum import IntFlag
 
 import numpy as np
 
@@ -42,78 +41,26 @@ from scheduler.step_extras import (
     R,
     SampledLogprobs,
 )
+from scheduler.step_result import StepResult
+from scheduler.step_words import (
+    HEADER_WORDS,
+    PLAN_MAGIC,
+    RESULT_HEADER_WORDS,
+    SAMPLING_WORDS,
+    H,
+    S,
+    StepFormatError,
+    as_words,
+    checksum,
+    join64,
+    split64,
+)
 
 __all__ = [
     "HEADER_WORDS", "PENALTY_WORDS", "RESULT_HEADER_WORDS", "SAMPLING_WORDS", "SCORE_WORDS", "ExtraCounts", "H",
     "LogprobBlock", "P", "PlanExtras", "PlanFlags", "PromptScores", "R", "S", "SampledLogprobs", "StepFormatError",
     "StepPlan", "StepPlanWriter", "StepResult", "pack_sampling", "plan_words",
 ]  # fmt: skip
-
-PLAN_MAGIC = 0x52445802  # "RDX" and the format's version in the low byte
-RESULT_MAGIC = 0x52445282
-HEADER_WORDS = 32
-RESULT_HEADER_WORDS = 12
-SAMPLING_WORDS = 10
-
-
-class StepFormatError(ValueError):
-    """A buffer is not a step message of this version: wrong magic, length, counts or checksum."""
-
-
-class PlanFlags(IntFlag):
-    """`SNAPSHOT`: the plan rebuilds live rows and tree prefixes on workers that hold nothing yet.
-    `EXTRAS`: the plan has the optional sections of `step_extras`."""
-
-    NONE = 0
-    SNAPSHOT = 1
-    EXTRAS = 2
-
-
-class H(IntEnum):
-    """Words of the plan header."""
-
-    MAGIC = 0
-    LENGTH = 1
-    CHECKSUM = 2
-    STEP_ID_LOW = 3
-    STEP_ID_HIGH = 4
-    FLAGS = 5
-    NUM_ROWS = 6
-    PADDED_ROWS = 7
-    NUM_DECODE = 8
-    NUM_SAMPLES = 9
-    NUM_TOKENS = 10
-    PADDED_TOKENS = 11
-    NUM_PAGE_DELTAS = 12
-    NUM_TOKEN_RUNS = 13
-    NUM_RUN_TOKENS = 14
-    NUM_SAMPLING = 15
-    NUM_SUPPRESS_RUNS = 16
-    NUM_SUPPRESS_IDS = 17
-    NUM_PENALTIES = 18
-    NUM_HISTORY_RUNS = 19
-    NUM_HISTORY_TOKENS = 20
-    NUM_BIAS_RUNS = 21
-    NUM_BIAS_IDS = 22
-    NUM_LOGPROB_ROWS = 23
-    NUM_SCORE_RUNS = 24
-    NUM_SCORE_TARGETS = 25
-
-
-class S(IntEnum):
-    """Words of one `sampling` entry; floats are stored as their float32 bits, the seed as two words."""
-
-    ROW = 0
-    TEMPERATURE = 1
-    TOP_P = 2
-    MIN_P = 3
-    TOP_K = 4
-    SEED_LOW = 5
-    SEED_HIGH = 6
-    PROMPT_LEN = 7
-    RESERVED_0 = 8
-    RESERVED_1 = 9
-
 
 _SAMPLING_ENTRY = struct.Struct("<i3fiQ3i")  # the words of `S`; little-endian puts the seed's low word first
 _COUNTS = slice(H.NUM_ROWS, H.NUM_SUPPRESS_IDS + 1)
@@ -123,19 +70,13 @@ _HEADER_PADDING = (0,) * (HEADER_WORDS - H.NUM_SCORE_TARGETS - 1)
 _PLAIN_HEADER_END = (*_NO_EXTRAS, *_HEADER_PADDING)
 
 
-def _checksum(buffer: np.ndarray) -> int:
-    crc = zlib.crc32(memoryview(buffer[H.CHECKSUM + 1 :]).cast("B"))
-    return crc - (1 << 32) if crc >= 1 << 31 else crc
+class PlanFlags(IntFlag):
+    """`SNAPSHOT`: the plan rebuilds live rows and tree prefixes on workers that hold nothing yet.
+    `EXTRAS`: the plan has the optional sections of `step_extras`."""
 
-
-def _split64(value: int) -> tuple[int, int]:
-    """A 64-bit unsigned integer as two signed 32-bit words, low first."""
-    low, high = value & 0xFFFFFFFF, value >> 32
-    return low - ((low & 0x80000000) << 1), high - ((high & 0x80000000) << 1)
-
-
-def _join64(low: int, high: int) -> int:
-    return ((int(high) & 0xFFFFFFFF) << 32) | (int(low) & 0xFFFFFFFF)
+    NONE = 0
+    SNAPSHOT = 1
+    EXTRAS = 2
 
 
 def sampling_entry(
@@ -201,7 +142,7 @@ class StepPlan:
 
     @property
     def step_id(self) -> int:
-        return _join64(self.buffer[H.STEP_ID_LOW], self.buffer[H.STEP_ID_HIGH])
+        return join64(self.buffer[H.STEP_ID_LOW], self.buffer[H.STEP_ID_HIGH])
 
     @property
     def flags(self) -> PlanFlags:
@@ -213,7 +154,7 @@ class StepPlan:
 
     def seal(self) -> StepPlan:
         """Write the checksum once every section is filled in. Returns self."""
-        self.buffer[H.CHECKSUM] = _checksum(self.buffer)
+        self.buffer[H.CHECKSUM] = checksum(self.buffer)
         return self
 
     @classmethod
@@ -223,7 +164,7 @@ class StepPlan:
         Raises:
             StepFormatError: wrong magic or version, wrong length, impossible counts, or a failed checksum.
         """
-        buffer = _as_words(data, HEADER_WORDS, PLAN_MAGIC, "plan")
+        buffer = as_words(data, HEADER_WORDS, PLAN_MAGIC, "plan")
         counts = buffer[_COUNTS].tolist()
         rows, padded_rows, decode, samples, tokens, padded_tokens, deltas, runs, run_tokens, sampling, srun, sids = (
             counts
@@ -236,9 +177,9 @@ class StepPlan:
         words = plan_words(padded_rows, padded_tokens, deltas, runs, run_tokens, sampling, srun, sids) + extras.words
         if words != len(buffer):
             raise StepFormatError(f"step plan holds {len(buffer)} words, its counts need {words}")
-        if buffer[H.CHECKSUM] != _checksum(buffer):
+        if buffer[H.CHECKSUM] != checksum(buffer):
             raise StepFormatError(
-                f"step plan {_join64(buffer[H.STEP_ID_LOW], buffer[H.STEP_ID_HIGH])} fails its checksum"
+                f"step plan {join64(buffer[H.STEP_ID_LOW], buffer[H.STEP_ID_HIGH])} fails its checksum"
             )
         plan = cls(buffer)
         if int(plan.token_runs[:, 2].sum()) != run_tokens or int(plan.suppress_runs[:, 2].sum()) != sids:
@@ -288,103 +229,10 @@ class StepPlanWriter:
         if len(self._buffers[slot]) < words:
             self._buffers[slot] = np.empty(max(words, 2 * len(self._buffers[slot])), dtype=np.int32)
         buffer = self._buffers[slot][:words]
-        low, high = _split64(step_id)
+        low, high = split64(step_id)
         counts = (
             num_rows, padded_rows, num_decode, num_samples, num_tokens, padded_tokens,
             page_deltas, token_runs, run_tokens, sampling, suppress_runs, suppress_ids,
         )  # fmt: skip
         buffer[:HEADER_WORDS] = (PLAN_MAGIC, words, 0, low, high, int(flags), *counts, *header_end)
         return StepPlan(buffer, counts, extras)
-
-
-class StepResult:
-    """What rank 0 answers to a plan: `tokens[i]` is the token sampled for batch entry `plan.sample[i]`.
-
-    `tokens` is int32[num_samples]. Every plan is answered, also one that samples nothing. `logprobs` are those of the
-    sampled tokens whose rows want them, `scores` those of the plan's `score_runs`; None where there are none.
-
-    The buffer: a header (..., number of tokens; of tokens with log probabilities, and alternatives each; of score runs,
-    of tokens in them, and alternatives each), then the tokens, `logprobs.index`, `logprobs.block`, `scores.runs` and
-    `scores.block`.
-    """
-
-    __slots__ = ("logprobs", "scores", "step_id", "tokens")
-
-    def __init__(
-        self, step_id: int, tokens: np.ndarray,
-        logprobs: SampledLogprobs | None = None, scores: PromptScores | None = None,
-    ) -> None:  # fmt: skip
-        self.step_id = step_id
-        self.tokens = tokens
-        self.logprobs = logprobs
-        self.scores = scores
-
-    def encode(self) -> np.ndarray:
-        """One contiguous int32 buffer."""
-        low, high = _split64(self.step_id)
-        sections, counts = [self.tokens], [0, 0, 0, 0, 0]
-        if self.logprobs is not None:
-            index, block = self.logprobs
-            sections += [index, block.words.reshape(-1)]
-            counts[:2] = len(index), block.top
-        if self.scores is not None:
-            runs, block = self.scores
-            sections += [runs.reshape(-1), block.words.reshape(-1)]
-            counts[2:] = len(runs), len(block), block.top
-        buffer = np.empty(RESULT_HEADER_WORDS + sum(map(len, sections)), dtype=np.int32)
-        buffer[:RESULT_HEADER_WORDS] = (RESULT_MAGIC, len(buffer), 0, low, high, 0, len(self.tokens), *counts)
-        np.concatenate(sections, out=buffer[RESULT_HEADER_WORDS:])
-        buffer[H.CHECKSUM] = _checksum(buffer)
-        return buffer
-
-    @classmethod
-    def decode(cls, data: bytes | memoryview | np.ndarray) -> StepResult:
-        """Check a received buffer. Raises StepFormatError as `StepPlan.decode` does."""
-        buffer = _as_words(data, RESULT_HEADER_WORDS, RESULT_MAGIC, "result")
-        counts = buffer[6:RESULT_HEADER_WORDS].tolist()
-        tokens, logprobs, top, runs, scored, score_top = counts
-        sizes = (tokens, logprobs, logprobs * (2 + 2 * top), 3 * runs, scored * (2 + 2 * score_top))
-        if (
-            min(counts) < 0
-            or sum(sizes) != len(buffer) - RESULT_HEADER_WORDS
-            or buffer[H.CHECKSUM] != _checksum(buffer)
-        ):
-            raise StepFormatError("step result is damaged: its counts or checksum do not match its words")
-        result = cls(_join64(buffer[3], buffer[4]), buffer[RESULT_HEADER_WORDS : RESULT_HEADER_WORDS + tokens])
-        if logprobs or runs:
-            result._take_logprobs(buffer[RESULT_HEADER_WORDS + tokens :], counts)
-        return result
-
-    def _take_logprobs(self, words: np.ndarray, counts: list[int]) -> None:
-        """The sections behind the tokens. Raises StepFormatError if they contradict themselves."""
-        tokens, logprobs, top, runs, scored, score_top = counts
-        scores = words[logprobs * (3 + 2 * top) :]
-        if logprobs:
-            index, block = words[:logprobs], words[logprobs : logprobs * (3 + 2 * top)]
-            if index[0] < 0 or index[-1] >= tokens or (np.diff(index) <= 0).any():
-                raise StepFormatError(f"step result's log probabilities are of tokens {index.tolist()} of {tokens}")
-            self.logprobs = SampledLogprobs(index, LogprobBlock(block.reshape(logprobs, -1)))
-        if runs:
-            table = scores[: 3 * runs].reshape(-1, 3)
-            if (table < 0).any() or int(table[:, 2].sum()) != scored:
-                raise StepFormatError(f"step result's runs {table.tolist()} do not add up to {scored} scored tokens")
-            block = scores[3 * runs :].reshape(scored, 2 + 2 * score_top)
-            self.scores = PromptScores(table, LogprobBlock(block))
-
-
-def _as_words(data: bytes | memoryview | np.ndarray, header: int, magic: int, what: str) -> np.ndarray:
-    if not isinstance(data, np.ndarray):
-        view = memoryview(data)
-        if view.nbytes % 4:
-            raise StepFormatError(f"step {what} of {view.nbytes} bytes is not a whole number of int32 words")
-        data = np.frombuffer(view, dtype=np.int32)
-    if len(data) < header:
-        raise StepFormatError(f"step {what} of {len(data)} words is shorter than its {header}-word header")
-    if data[H.MAGIC] != magic:
-        raise StepFormatError(
-            f"not a step {what} of this version: magic {int(data[0]) & 0xFFFFFFFF:#010x}, expected {magic:#010x}; "
-            "driver and workers must run the same raydix version"
-        )
-    if data[H.LENGTH] != len(data):
-        raise StepFormatError(f"step {what} says {int(data[1])} words, {len(data)} arrived")
-    return data
