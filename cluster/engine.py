@@ -13,10 +13,11 @@ from typing import Any
 
 import ray
 
-from cluster import ray_runtime
+from cluster import autoscaler, ray_runtime
 from cluster.config import EngineConfig
 from cluster.driver import Driver
 from cluster.errors import (
+    ConfigError,
     EngineClosedError,
     EngineError,
     InvalidRequestError,
@@ -273,8 +274,15 @@ class Engine:
     def _choose_device(self) -> str:
         if self.config.device != "auto":
             return self.config.device
-        gpus = ray.cluster_resources().get("GPU", 0) if self._runtime else cuda_is_available()
-        return "cuda" if gpus else "cpu"
+        if self._runtime is None:
+            return "cuda" if cuda_is_available() else "cpu"
+        if ray.cluster_resources().get("GPU", 0):
+            return "cuda"
+        if autoscaler.adds_nodes():
+            raise ConfigError(
+                "device auto: no node of this cluster has a GPU yet, but its autoscaler may add one; say cuda or cpu"
+            )
+        return "cpu"
 
     @staticmethod
     def _load_tokenizer(path: Path) -> Tokenizer | None:

@@ -11,9 +11,13 @@ import ray
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
+from cluster import autoscaler
 from cluster.errors import PlacementError
 
 _NEAR_TIMEOUT = 2.0  # for the driver's own node, which had room a moment ago
+# A group that no set of today's nodes can hold is given up after this time without a sign of more nodes. Nodes of a
+# cluster that was just started join one after the other; an autoscaler looks every 5 seconds.
+_JOIN_GRACE = 15.0
 _NODE_ID_LABEL = "ray.io/node-id"
 
 
@@ -46,22 +50,58 @@ def place_ranks(
     can. Ranks are numbered node by node, the driver's node first.
 
     Raises:
-        PlacementError: not reserved after `timeout` seconds, or at once if the group can never fit and no node can
-            join (`may_grow` False). Nothing stays reserved then.
+        PlacementError: not reserved after `timeout` seconds; earlier if no set of nodes can hold the group: at once
+            where no node can join (`may_grow` False), else when for some time no node has joined and no autoscaler is
+            about to add one. Nothing stays reserved then.
     """
     deadline = time.monotonic() + timeout
     driver_node = ray.get_runtime_context().get_node_id()
-    if not may_grow and sum(_fits(node["Resources"], resources) for node in _alive_nodes()) < tp_size:
+    if not may_grow and _capacity(resources) < tp_size:
         raise PlacementError(describe_shortage(tp_size, resources, "the group can never fit"))
     if _fits(available_resources_per_node().get(driver_node, {}), resources) >= tp_size:
         near = [{_NODE_ID_LABEL: driver_node}] * tp_size
-        group = _reserve(tp_size, resources, min(timeout, _NEAR_TIMEOUT), near, check)
+        group = _reserve(tp_size, resources, min(timeout, _NEAR_TIMEOUT), near, lambda _: check())
         if group is not None:
             return _in_rank_order(group, driver_node)
-    group = _reserve(tp_size, resources, deadline - time.monotonic(), None, check)
+    hope = _Hope(tp_size, resources)
+
+    def check_hope(group: PlacementGroup) -> None:
+        check()
+        hope.check(group)
+
+    group = _reserve(tp_size, resources, deadline - time.monotonic(), None, check_hope)
     if group is None:
         raise PlacementError(describe_shortage(tp_size, resources, f"not placed within {timeout:.0f} s"))
     return _in_rank_order(group, driver_node)
+
+
+def alive_node_ids() -> set[str]:
+    """Ids of the nodes that Ray believes to be alive."""
+    return {node["NodeID"] for node in _alive_nodes()}
+
+
+class _Hope:
+    """Whether a group that does not fit may fit later."""
+
+    def __init__(self, tp_size: int, resources: dict[str, float]) -> None:
+        self._tp_size = tp_size
+        self._resources = resources
+        self._nodes: set[str] = set()
+        self._since = time.monotonic()  # of the last sign of more nodes
+
+    def check(self, group: PlacementGroup) -> None:
+        """Raises PlacementError when there is none left. To be called every second or so."""
+        nodes = alive_node_ids()
+        grown = not nodes <= self._nodes
+        self._nodes = nodes
+        if grown or _capacity(self._resources) >= self._tp_size or autoscaler.may_come(group.id.hex()):
+            self._since = time.monotonic()
+        elif time.monotonic() - self._since >= _JOIN_GRACE:
+            cause = "no autoscaler adds nodes to this cluster"
+            if autoscaler.adds_nodes():
+                cause = "none of the autoscaler's node types, within its limits, can hold it"
+            problem = f"the group does not fit and {cause}"
+            raise PlacementError(describe_shortage(self._tp_size, self._resources, problem))
 
 
 def describe_shortage(tp_size: int, resources: dict[str, float], problem: str) -> str:
@@ -76,9 +116,8 @@ def describe_shortage(tp_size: int, resources: dict[str, float], problem: str) -
             f"{now.get(name, 0.0):g} of {node['Resources'].get(name, 0.0):g} {name} free" for name in names
         )
         lines.append(f"  {node['NodeManagerAddress']:15}  {have}")
-    total = sum(_fits(node["Resources"], resources) for node in nodes)
     now = sum(_fits(free.get(node["NodeID"], {}), resources) for node in nodes)
-    lines.append(f"tp_size up to {now} would fit now, up to {total} once everything else has ended")
+    lines.append(f"tp_size up to {now} would fit now, up to {_capacity(resources)} once everything else has ended")
     return "\n".join(lines)
 
 
@@ -87,7 +126,7 @@ def _reserve(
     resources: dict[str, float],
     timeout: float,
     labels: list[dict[str, str]] | None,
-    check: Callable[[], None],
+    check: Callable[[PlacementGroup], None],
 ) -> PlacementGroup | None:
     group = placement_group([dict(resources) for _ in range(tp_size)], strategy="PACK", bundle_label_selector=labels)
     deadline = time.monotonic() + timeout
@@ -95,7 +134,7 @@ def _reserve(
         while (left := deadline - time.monotonic()) > 0:
             if group.wait(min(1.0, left)):  # short waits, so that Ctrl-C is heard
                 return group
-            check()
+            check(group)
     except BaseException:
         remove_placement_group(group)
         raise
@@ -111,6 +150,11 @@ def _in_rank_order(group: PlacementGroup, driver_node: str) -> Placement:
 
 def _alive_nodes() -> list[dict]:
     return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _capacity(each: dict[str, float]) -> int:
+    """How many bundles of `each` all nodes together can hold when nothing else runs."""
+    return sum(_fits(node["Resources"], each) for node in _alive_nodes())
 
 
 def _fits(have: dict[str, float], each: dict[str, float]) -> int:

@@ -181,13 +181,16 @@ def make_model_runner(spec: RankSpec, startup: Startup) -> tuple[Runner, Callabl
 
 
 def use_interface_of(node_ip: str) -> None:
-    """Make gloo and NCCL use the network interface that carries the address Ray knows this node by."""
+    """Make gloo and NCCL use the network interface that carries the address Ray knows this node by.
+
+    NCCL takes a name for a prefix (eth1 is also eth10) unless a "=" precedes it; gloo knows whole names only.
+    """
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == node_ip for address in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
             return
     raise TransportError(f"no network interface of this machine has the address {node_ip} that Ray knows it by")
 

@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster import messages
 from cluster.errors import EngineDeadError, StartupError, TransportError
 from cluster.handshake import GroupInfo, Handshake
 from cluster.local_processes import end_ray_workers
-from cluster.placement import Placement, place_ranks
-from cluster.rank_actor import RankActor
+from cluster.placement import Placement
+from cluster.rank_actors import start_rank_actors
 from cluster.rank_startup import RankSpec, RunnerFactory, Whereabouts, make_model_runner
 from cluster.ray_errors import explain
 from cluster.timeline import Timeline
@@ -91,14 +90,13 @@ class WorkerGroup:
         """
         deadline = time.monotonic() + self.config.start_timeout
         try:
-            timeline.enter("placement")
             self._here = ray.get_runtime_context().get_node_id()
             config = self.config
-            self._placement = place_ranks(
-                self.size, config.resources, min(config.placement_timeout, config.start_timeout), config.may_grow, check
+            timeout = min(config.placement_timeout, config.start_timeout)
+            started = start_rank_actors(
+                self.size, config.resources, timeout, deadline, config.may_grow, timeline, check
             )
-            timeline.enter("actors")
-            self._create_actors(deadline)
+            self._placement, self._actors, self._ranks = started.placement, started.actors, started.places
             timeline.enter("ranks")
             self._run_ranks(deadline)
             info = self._bring_up(timeline, deadline, check)
@@ -175,28 +173,6 @@ class WorkerGroup:
         self._ended = deque()  # a new one: a straggler's callback writes to the old
 
     # -- start-up ------------------------------------------------------------------------------------------------
-
-    def _create_actors(self, deadline: float) -> None:
-        actor_class = ray.remote(RankActor)
-        resources = dict(self.config.resources)
-        num_cpus, num_gpus = resources.pop("CPU", 0), resources.pop("GPU", 0)
-        self._actors = [
-            actor_class.options(
-                num_cpus=num_cpus,
-                num_gpus=num_gpus,
-                resources=resources or None,
-                max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement.group, bundle),
-            ).remote()
-            for bundle in self._placement.bundles
-        ]
-        places = []
-        for rank, actor in enumerate(self._actors):
-            try:
-                places.append(ray.get(actor.whereabouts.remote(), timeout=max(0.0, deadline - time.monotonic())))
-            except ray.exceptions.RayError as error:
-                raise StartupError(f"rank {rank} failed at the start of its process: {explain(error)}") from error
-        self._ranks = tuple(places)
 
     def _run_ranks(self, deadline: float) -> None:
         local = [rank.node_id == self._here for rank in self._ranks]

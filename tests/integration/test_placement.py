@@ -7,6 +7,7 @@ import time
 import pytest
 import ray
 
+from cluster import autoscaler
 from cluster.errors import PlacementError
 from cluster.placement import _fits, place_ranks
 from cluster.progress import no_progress
@@ -41,6 +42,17 @@ def test_what_can_never_fit_fails_at_once_on_a_cluster_that_cannot_grow() -> Non
     assert time.monotonic() - start < 5
     message = str(error.value)
     assert "4 x {1 GPU}" in message and "0 of 0 GPU free" in message and "tp_size up to 0" in message
+
+
+def test_what_can_never_fit_fails_soon_where_no_autoscaler_adds_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.placement._JOIN_GRACE", 2.0)
+    assert not autoscaler.adds_nodes()
+    start = time.monotonic()
+    with pytest.raises(PlacementError, match="no autoscaler adds nodes") as error:
+        place_ranks(9, {"CPU": 1.0}, timeout=60)
+    assert time.monotonic() - start < 20
+    assert "9 x {1 CPU}" in str(error.value) and "up to 8 once" in str(error.value)
+    wait_for_free_cpus(8)
 
 
 def test_what_does_not_fit_now_fails_within_the_bound_and_keeps_nothing() -> None:

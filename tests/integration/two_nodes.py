@@ -10,6 +10,7 @@ from ray.cluster_utils import Cluster
 from cluster.errors import PlacementError
 from cluster.placement import place_ranks
 from cluster.progress import no_progress
+from cluster.rank_actors import start_rank_actors
 from cluster.timeline import Timeline
 from tests.integration.test_liveness import Service, assert_gone, make_group
 
@@ -52,9 +53,29 @@ def main() -> None:
         assert time.monotonic() - start < 10
     else:
         raise AssertionError("placed on a node that is gone")
+    lose_a_node_before_the_actors(cluster)
     ray.shutdown()
     cluster.shutdown()
     print("done")
+
+
+def lose_a_node_before_the_actors(cluster: Cluster) -> None:
+    """A node that goes between the reservation and the start of its actors: the group is placed again."""
+    doomed = cluster.add_node(num_cpus=2, object_store_memory=100 << 20)
+    cluster.wait_for_nodes()
+    phases = []
+
+    def progress(phase: str, fraction: float) -> None:
+        phases.append(phase)
+        if phases == ["placement", "actors"]:
+            cluster.remove_node(doomed, allow_graceful=False)
+            cluster.add_node(num_cpus=2, object_store_memory=100 << 20)
+
+    deadline = time.monotonic() + 60
+    started = start_rank_actors(3, {"CPU": 1.0}, 40.0, deadline, True, Timeline(progress), lambda: None)
+    assert phases == ["placement", "actors"] * 2, phases
+    assert tuple(place.node_id for place in started.places) == started.placement.nodes
+    started.placement.remove()
 
 
 if __name__ == "__main__":
