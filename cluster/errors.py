@@ -13,6 +13,7 @@
     |   |-- EngineDeadError       a rank died or hung; the request cannot be finished   (HTTP 503)
     |   `-- EngineClosedError     the engine was shut down   (HTTP 503)
     |-- PoisonRequestError        ranks fail whenever this request runs; it alone was given up   (HTTP 500)
+    |-- RecordingError            a recording of the flight recorder cannot be read or run
     |-- OverloadedError           the queue is full   (HTTP 429)
     `-- TransportError            a peer speaks another version, or not at all
 """
@@ -78,6 +79,10 @@ class EngineClosedError(EngineError):
 
 class PoisonRequestError(RaydixError):
     """Ranks failed each time this request ran, also when it ran alone. Others were served."""
+
+
+class RecordingError(RaydixError, ValueError):
+    """A file of the flight recorder is damaged, of another version, or lacks what was asked of it."""
 
 
 class OverloadedError(RaydixError):

@@ -9,7 +9,7 @@ import numpy as np
 
 from scheduler.outputs import StepOutputs
 from scheduler.prefill import Chunk
-from scheduler.request import Req, ReqState
+from scheduler.request import Req, ReqState, Request
 from scheduler.row_state import RowState
 from scheduler.sampling_params import MIN_REPETITION_PENALTY
 from scheduler.step import ExtraCounts, LogprobBlock, PlanExtras, PromptScores, SampledLogprobs
@@ -20,7 +20,7 @@ Runs = list[tuple[tuple[int, ...], np.ndarray]]  # (a run's words, its ids)
 class ExtraSections:
     """The optional sections of one plan, collected from the chunks of the requests that use them."""
 
-    def __init__(self, chunks: Sequence[tuple[Chunk, int]], rows: RowState) -> None:
+    def __init__(self, chunks: Sequence[tuple[Chunk, int]], rows: RowState | None) -> None:
         """`chunks`: each with the number of its first input token in the step."""
         self._penalties: list[tuple[int, float, float, float, int]] = []
         self._history: Runs = []
@@ -29,19 +29,19 @@ class ExtraSections:
         self._scores: Runs = []
         for chunk, first_input in chunks:
             if chunk.first:
-                self._admit(chunk.req, rows)
+                req = chunk.req
+                self._admit(req.table_idx, req.request, rows.tokens[req.table_idx, : req.known_len])
             if chunk.req.to_score:
                 self._score(chunk, first_input, rows)
-        self.counts = ExtraCounts(
-            penalties=len(self._penalties),
-            history_runs=len(self._history),
-            history_tokens=sum(len(ids) for _, ids in self._history),
-            bias_runs=len(self._bias),
-            bias_ids=sum(len(bias) for _, bias in self._bias),
-            logprob_rows=len(self._logprobs),
-            score_runs=len(self._scores),
-            score_targets=sum(len(ids) for _, ids in self._scores),
-        )
+        self.counts = self._count()
+
+    @classmethod
+    def of_row(cls, row: int, request: Request, tokens: np.ndarray) -> ExtraSections:
+        """Those that admit `request` to `row` with these known tokens (int32[n])."""
+        sections = cls((), None)
+        sections._admit(row, request, tokens)
+        sections.counts = sections._count()
+        return sections
 
     def write(self, extras: PlanExtras) -> None:
         """Fill in the sections, which have `counts`."""
@@ -59,16 +59,28 @@ class ExtraSections:
             extras.logprob_rows[:] = self._logprobs
         _write_runs(self._scores, extras.score_runs, extras.score_targets)
 
-    def _admit(self, req: Req, rows: RowState) -> None:
+    def _count(self) -> ExtraCounts:
+        return ExtraCounts(
+            penalties=len(self._penalties),
+            history_runs=len(self._history),
+            history_tokens=sum(len(ids) for _, ids in self._history),
+            bias_runs=len(self._bias),
+            bias_ids=sum(len(bias) for _, bias in self._bias),
+            logprob_rows=len(self._logprobs),
+            score_runs=len(self._scores),
+            score_targets=sum(len(ids) for _, ids in self._scores),
+        )
+
+    def _admit(self, row: int, request: Request, known: np.ndarray) -> None:
         """What a request's row needs from its first chunk on."""
-        row, sampling = req.table_idx, req.request.sampling
+        sampling = request.sampling
         if sampling.has_penalties:
             repetition = max(sampling.repetition_penalty, MIN_REPETITION_PENALTY)
             penalties = (sampling.presence_penalty, sampling.frequency_penalty, repetition)
-            self._penalties.append((row, *penalties, req.prompt_len))
+            self._penalties.append((row, *penalties, request.prompt_len))
             # The prompt counts for the repetition penalty only.
-            first = 0 if sampling.repetition_penalty != 1 else req.prompt_len
-            tokens = rows.tokens[row, first : req.known_len]
+            first = 0 if sampling.repetition_penalty != 1 else request.prompt_len
+            tokens = known[first:]
             if len(tokens):
                 self._history.append(((row, first, len(tokens)), tokens))
         if sampling.logit_bias:

@@ -15,7 +15,7 @@ import numpy as np
 from scheduler.config import SchedulerConfig
 from scheduler.fake_extras import FakeExtras
 from scheduler.fake_model import FakeModel, content_sums, token_words
-from scheduler.step import S, StepPlan, StepResult
+from scheduler.step import PlanFlags, S, StepPlan, StepResult
 
 
 class FakeWorkerError(RuntimeError):
@@ -64,7 +64,7 @@ class FakeWorker:
             FakeWorkerError: the plan breaks a rule of the message or reads a slot that does not hold its row's prefix.
         """
         step = plan.step_id
-        if self.step_id is not None and step != self.step_id + 1:
+        if self.step_id is not None and step != self.step_id + 1 and not plan.flags & PlanFlags.SNAPSHOT:
             raise FakeWorkerError(f"step {step} arrived after step {self.step_id}")
         self.step_id = step
         self._check_shape(plan)
@@ -203,7 +203,8 @@ class FakeWorker:
                 self._learn_prefix(row, prefix, before_step=step if i < d else step + 1)
                 if row not in runs:
                     self._fail(f"prefill entry {i} (row {row}, positions {first}..{end - 1}) came without its tokens")
-                self._store_run(row, first, end, runs.pop(row), out_loc[offsets[i] : offsets[i + 1]], step)
+                ahead = int(bool(plan.flags & PlanFlags.SNAPSHOT) and runs[row][0] + len(runs[row][1]) == end + 1)
+                self._store_run(row, first, end, runs.pop(row), out_loc[offsets[i] : offsets[i + 1]], step, ahead)
             if len(still) == len(waiting):
                 self._fail(f"prefill entries {still} wait for each other's stores")
             waiting = still
@@ -249,22 +250,23 @@ class FakeWorker:
         self.known_len[row] = max(int(self.known_len[row]), end)
 
     def _store_run(
-        self, row: int, first: int, end: int, run: tuple[int, np.ndarray], out_loc: np.ndarray, step: int
+        self, row: int, first: int, end: int, run: tuple[int, np.ndarray], out_loc: np.ndarray, step: int, ahead: int
     ) -> None:
+        """`ahead`: tokens in the run that only the next step stores."""
         start, tokens = run
-        if start != first or len(tokens) != end - first:
+        if start != first or len(tokens) != end + ahead - first:
             self._fail(
                 f"row {row} inputs positions {first}..{end - 1}, its token run has {start}..{start + len(tokens) - 1}"
             )
         if self.known_len[row] > first:
             self._fail(f"row {row}: the device already has tokens from position {first} to {self.known_len[row] - 1}")
         sums = content_sums(tokens, first, int(self.content[row, first]))
-        self.token_pool[row, first:end] = tokens
-        self.content[row, first + 1 : end + 1] = sums
-        self.known_len[row] = end
-        self.slot_token[out_loc] = tokens
+        self.token_pool[row, first : end + ahead] = tokens
+        self.content[row, first + 1 : end + ahead + 1] = sums
+        self.known_len[row] = end + ahead
+        self.slot_token[out_loc] = tokens[: end - first]
         self.slot_position[out_loc] = np.arange(first, end)
-        self.slot_content[out_loc] = sums
+        self.slot_content[out_loc] = sums[: end - first]
         self.slot_step[out_loc] = step
 
     def _check_prefixes(self, plan: StepPlan) -> None:
@@ -300,11 +302,16 @@ class FakeWorker:
         sample = plan.sample[: plan.num_samples]
         rows, device = plan.rows[sample], plan.device_len[sample]
         contents = self.content[rows, device]
-        tokens = self.model.next_tokens(contents, self.sampling_key[rows])
-        for i in np.flatnonzero(device < self.suppress_until[rows]).tolist():
-            row = int(rows[i])
-            tokens[i] = self.model.next_token(int(contents[i]), int(self.sampling_key[row]), self.suppressed[row])
+        tokens = self._draw(rows, device, contents)
         self.token_pool[rows, device] = tokens
         self.content[rows, device + 1] = contents + token_words(tokens, device)
         self.known_len[rows] = device + 1
+        return tokens
+
+    def _draw(self, rows: np.ndarray, positions: np.ndarray, contents: np.ndarray) -> np.ndarray:
+        """int32[n]: the tokens at `positions` of `rows`, after these contents."""
+        tokens = self.model.next_tokens(contents, self.sampling_key[rows])
+        for i in np.flatnonzero(positions < self.suppress_until[rows]).tolist():
+            row = int(rows[i])
+            tokens[i] = self.model.next_token(int(contents[i]), int(self.sampling_key[row]), self.suppressed[row])
         return tokens

@@ -30,6 +30,7 @@ from scheduler.request import Req, ReqState, Request, check_request
 from scheduler.request_table import RequestTable
 from scheduler.results import InFlight, apply_result
 from scheduler.row_state import RowState
+from scheduler.snapshot import LiveRow
 from scheduler.step import StepFormatError, StepPlan, StepResult
 
 
@@ -263,6 +264,14 @@ class Scheduler:
             for req in self._table.unfinished.values()
             if req.table_idx >= 0 and self.rows.last_plan[req.table_idx] > self._returned
         }
+
+    def live_rows(self, with_tokens: bool) -> list[LiveRow]:
+        """Copies of all rows as the plans so far leave them, for a snapshot."""
+        return [LiveRow.of(req, with_tokens) for req in self._table.with_row()]
+
+    def known_tokens(self, rows: list[int]) -> dict[int, np.ndarray]:
+        """Copies of the tokens that the driver knows of these rows: int32[n] each."""
+        return {row: self.rows.tokens[row, : self.rows.known_len[row]].copy() for row in rows}
 
     # ---------------------------------------------------------------- state
 
