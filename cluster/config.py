@@ -46,6 +46,10 @@ class EngineConfig(BaseModel):
     max_step_tokens: int = Field(2048, ge=1, description="token budget of one step")
     cache_type: Literal["radix", "naive"] = Field("radix", description="prefix cache; naive never shares")
     kv_layout: Literal["layer_first", "page_first"] = Field("layer_first", description="memory order of the KV pool")
+    attention_backend: Literal["auto", "torch", "triton", "flash"] = Field(
+        "auto",
+        description="flash: wait at start-up for FlashAttention-4 (cuda); auto: use it, if installed, once loaded",
+    )
     overlap_depth: int = Field(2, ge=1, le=2, description="steps in flight; 1 switches overlap off")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of GPU memory the engine may use")
     gpus_per_rank: float = Field(

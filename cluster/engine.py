@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, TimeoutError
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -204,17 +204,28 @@ class Engine:
             InvalidRequestError: the request is wrong. OverloadedError: the queue is full.
             EngineDeadError, EngineClosedError: the engine serves no more.
         """
-        self._check_serving()
         self.validate(request)
+        if not self.submit_many([request]):
+            raise OverloadedError(f"{self._room} requests are running or waiting, which is the limit")
+
+    def submit_many(self, requests: Sequence[Request]) -> int:
+        """Queue as many of these validated requests as there is room for, to be planned together; how many that were.
+
+        Raises:
+            InvalidRequestError: an id is in use. EngineDeadError, EngineClosedError: the engine serves no more.
+        """
+        self._check_serving()
         with self._lock:
-            if request.request_id in self._unfinished:
-                raise InvalidRequestError(f"request id {request.request_id} is in use by an unfinished request")
-            room = self.config.max_running_requests + self.config.max_queued_requests
-            if len(self._unfinished) >= room:
-                raise OverloadedError(f"{room} requests are running or waiting, which is the limit")
-            self._unfinished.add(request.request_id)
-            self._timings.submitted(request)
-        self._driver.post(partial(self._scheduler.add, request))
+            taken = requests[: max(0, self._room - len(self._unfinished))]
+            for request in taken:
+                if request.request_id in self._unfinished:
+                    raise InvalidRequestError(f"request id {request.request_id} is in use by an unfinished request")
+            for request in taken:
+                self._unfinished.add(request.request_id)
+                self._timings.submitted(request)
+        if taken:
+            self._driver.post(partial(self._add, taken))
+        return len(taken)
 
     def abort(self, request_id: int) -> None:
         """End a request early; its finish (ABORT) arrives like any other. An unknown id is ignored."""
@@ -299,6 +310,15 @@ class Engine:
         for number, rank in enumerate(self.info.ranks):
             where = f"GPU {','.join(rank.gpu_ids)}" if rank.gpu_ids else "CPU"
             logger.info("rank %d: node %s, pid %d, %s", number, rank.node_ip, rank.pid, where)
+
+    @property
+    def _room(self) -> int:
+        """Requests that may be unfinished at a time."""
+        return self.config.max_running_requests + self.config.max_queued_requests
+
+    def _add(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._scheduler.add(request)
 
     def _check_serving(self) -> None:
         if self._closed or self._driver is None:

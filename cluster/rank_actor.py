@@ -36,6 +36,8 @@ class RankActor:
         logging.basicConfig(
             level=logging.INFO, format=f"[rank {rank}/{spec.worker.tp_size}] %(levelname)s %(message)s", force=True
         )
+        if spec.worker.device == "cuda":
+            _take_normal_priority()
         port = RankPort(spec.address)
         startup = Startup(spec, port)
         try:
@@ -95,6 +97,14 @@ class StepLoop:
 
     def _send(self, result: StepResult) -> None:
         self._results.send_multipart((messages.RESULT, result.encode()))
+
+
+def _take_normal_priority() -> None:
+    """Ray starts workers at nice 15, and this thread has a GPU wait whenever it waits for a core."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+    except PermissionError:  # it takes root or CAP_SYS_NICE to go back up
+        logger.info("the rank runs at nice %d: start Ray with RAY_worker_niceness=0 to change that", os.nice(0))
 
 
 def _failed(phase: str, error: Exception) -> messages.Failed:

@@ -34,6 +34,7 @@ def group_config(config: EngineConfig, model_path: Path, device: str, may_grow: 
         max_seq_len=config.max_seq_len,
         max_step_tokens=config.max_step_tokens,
         kv_layout=config.kv_layout,
+        attention_backend=config.attention_backend,
         memory_utilization=config.gpu_memory_utilization * (share if shares_card else 1.0),
         use_graphs=not (shares_card and config.tp_size > 1),
     )

@@ -40,5 +40,5 @@ class WorkerConfig:
     memory_utilization: float = 0.9
     cpu_memory_share: float = 0.25
     local_ranks: int = 1
-    attention_backend: str = "auto"
+    attention_backend: Literal["auto", "torch", "triton", "flash"] = "auto"
     use_graphs: bool = True

@@ -98,7 +98,7 @@ class ModelRunner:
         )
         self._context = ModelContext(
             tp=tp,
-            attention=create_attention_backend(config.attention_backend, self._device.torch_device),
+            attention=create_attention_backend(config.attention_backend, self._device.torch_device, self._dtype),
             dtype=self._dtype,
             device=self._device.torch_device,
             max_seq_len=self._max_seq_len,
@@ -191,9 +191,10 @@ class ModelRunner:
         """
         if self.config.device != "cuda":
             return ()
+        config, attention = self.config, self._context.attention
         self._progress("compiling kernels", 0.0)
+        attention.compile(self._model_config.num_heads // self._tp.size)
         self._run_largest_step()
-        config = self.config
         steps = small_steps(
             config.max_running_requests, config.max_step_tokens, self._max_seq_len, self._page_table.dummy_slot
         )
@@ -201,8 +202,11 @@ class ModelRunner:
             self._progress("compiling kernels", done / len(steps))
             self.launch(plan).result()
         self._progress("compiling kernels", 1.0)
-        if not self._captures:
-            return ()
+        sizes = self._capture() if self._captures else ()
+        attention.finish_compiling()
+        return sizes
+
+    def _capture(self) -> tuple[int, ...]:
         sizes = decode_graph_sizes(self.config.max_running_requests)
         graphs = DecodeGraphs(
             self._model, self._input, self._sampler, self._token_pool, self._device, sizes, self._max_seq_len

@@ -102,6 +102,30 @@ def test_prefill_attention(shape, dtype, device, big):
         at += n
 
 
+@pytest.mark.parametrize("page_first", [False, True])
+@pytest.mark.parametrize("page_size", [1, 16, 128])
+def test_flash_prefill(page_size, page_first, device):
+    from worker.kernels.flash_prefill import FlashPrefill, why_not
+
+    if (reason := why_not(torch.bfloat16, device)) is not None:
+        pytest.skip(reason)
+    extends, cached = [33, 700, 128, 5, 1], [0, 1333, 128, 3, 64]
+    lengths = [a + b for a, b in zip(extends, cached, strict=True)]
+    pool = Pool(lengths, 2, 128, page_size, page_first, torch.bfloat16, device)
+    q = torch.randn(sum(extends), 8, 128, dtype=torch.bfloat16, device=device)
+    flash = FlashPrefill()
+    flash.compile(8, pool.k, pool.v)
+    flash.wait()
+    cu = torch.tensor([0, *extends]).cumsum(0).to(torch.int32).to(device)
+    pages = pool.table[pool.rows.long()] // page_size
+    lens = torch.tensor([0, *lengths], dtype=torch.int32, device=device)[1:]  # a slice that begins anywhere
+    out = flash(q, pool.k, pool.v, pages, cu, lens, max(extends), max(lengths))
+    at = 0
+    for i, n in enumerate(extends):
+        close(out[at : at + n], reference(q[at : at + n], *pool.dense(i), cached[i]), torch.bfloat16)
+        at += n
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [64, 576, 1024, 4096])
 def test_add_rms_norm(width, dtype, device):
@@ -170,6 +194,33 @@ def test_gemv(rows, with_bias, dtype, device):
         bias = torch.randn(size_n).to(dtype).to(device) if with_bias else None
         expected = x.double() @ weight.double().T + (bias.double() if with_bias else 0)
         close(gemv(x, weight, bias), expected.float(), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_gated_gemv(rows, dtype, device):
+    from worker.kernels.gemv import gemv
+
+    for size_n, size_k in ((70, 576), (35, 2600)):
+        x, weight = torch.randn(rows, size_k).to(dtype).to(device), torch.randn(2 * size_n, size_k).to(dtype).to(device)
+        bias = torch.randn(2 * size_n).to(dtype).to(device)
+        gate, up = (x.double() @ weight.double().T + bias.double()).to(dtype).float().chunk(2, 1)
+        close(gemv(x, weight, bias, gated=True), torch.nn.functional.silu(gate) * up, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("rows", [5, 17, 64, 128])
+def test_gated_gemm(rows, with_bias, dtype, device, big):
+    from worker.kernels.gated_gemm import gated_gemm
+
+    for size_n, size_k in ((1000, 1024), (515, 576)) if big else ((70, 96),):
+        x = torch.randn(rows, size_k).to(dtype).to(device)
+        weight = torch.randn(2 * size_n, size_k).to(dtype).to(device)
+        bias = torch.randn(2 * size_n).to(dtype).to(device) if with_bias else None
+        product = (x.double() @ weight.double().T + (bias.double() if with_bias else 0)).float()
+        gate, up = product.chunk(2, 1)
+        close(gated_gemm(x, weight, bias), torch.nn.functional.silu(gate) * up, dtype)
 
 
 @pytest.mark.parametrize("vocab", [17, 1500, 20003])

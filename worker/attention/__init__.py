@@ -10,19 +10,36 @@ from worker.errors import ModelError
 
 __all__ = ["AttentionBackend", "TorchAttention", "create_attention_backend"]
 
-BACKENDS = ("torch", "triton")
+BACKENDS = ("torch", "triton", "flash")
 
 
-def create_attention_backend(name: str, device: torch.device | str) -> AttentionBackend:
-    """The backend called `name`; "auto" is the best one for `device`.
+def create_attention_backend(
+    name: str, device: torch.device | str, dtype: torch.dtype = torch.float32
+) -> AttentionBackend:
+    """The backend called `name`; "auto" is the best one for `device` and `dtype`.
+
+    "flash" waits at start-up until FlashAttention-4 is loaded; "auto" serves with the Triton kernel until it is.
 
     Raises:
-        ModelError: unknown name.
+        ModelError: unknown name, or "flash" where it cannot run.
     """
-    if name == "auto":
-        name = "triton" if torch.device(device).type == "cuda" else "torch"
-    if name not in BACKENDS:
+    device = torch.device(device)
+    if name not in ("auto", *BACKENDS):
         raise ModelError(f"attention backend {name!r} is unknown: known are auto, {', '.join(BACKENDS)}")
+    required = name == "flash"
+    if name == "auto":
+        name = "flash" if device.type == "cuda" else "torch"
+    if name == "flash":
+        from worker.kernels.flash_prefill import why_not
+
+        reason = why_not(dtype, device)
+        if reason is None:
+            from worker.attention.flash_backend import FlashAttention
+
+            return FlashAttention(required)
+        if required:
+            raise ModelError(f"attention backend flash cannot run: {reason}; use auto or triton")
+        name = "triton"
     if name == "triton":
         from worker.attention.triton_backend import TritonAttention  # triton comes with torch for CUDA only
 

@@ -30,6 +30,13 @@ class AttentionBackend(ABC):
         self.pool = pool
         self.page_table = page_table
 
+    def compile(self, num_heads: int) -> None:  # noqa: B027 (most backends compile at their first call)
+        """Begin to compile what steps will need, for `num_heads` local query heads; after `attach`, before the first
+        request."""
+
+    def finish_compiling(self) -> None:  # noqa: B027
+        """Wait for what `compile` began and the backend cannot serve without. Raises ModelError."""
+
     @abstractmethod
     def prepare(self, batch: Batch) -> None:
         """Compute what all layers of the step share."""

@@ -28,24 +28,25 @@ class TritonAttention(AttentionBackend):
 
     def forward(self, q: torch.Tensor, layer_id: int, batch: Batch) -> torch.Tensor:
         k_cache, v_cache = self.pool.k_cache(layer_id), self.pool.v_cache(layer_id)
+        decodes = batch.num_decode
+        if not decodes:
+            return self.prefill(q, k_cache, v_cache, batch)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        table, decodes = self.page_table.page_starts, batch.num_decode
-        if decodes:
-            decode = self._decode or self._create_decode(q, k_cache)
-            decode(
-                q[:decodes], k_cache, v_cache, out[:decodes], table, batch.rows[:decodes], batch.device_len[:decodes]
-            )
+        decode = self._decode or self._create_decode(q, k_cache)
+        decode(
+            q[:decodes], k_cache, v_cache, out[:decodes], self.page_table.page_starts,
+            batch.rows[:decodes], batch.device_len[:decodes],
+        )  # fmt: skip
         if decodes < len(batch.rows):
-            self.prefill(q, k_cache, v_cache, out, batch)
+            out[decodes:] = self.prefill(q[decodes:], k_cache, v_cache, batch)
         return out
 
-    def prefill(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor, batch: Batch
-    ) -> None:
-        """Attend the entries after the decodes; writes their rows of `out`."""
+    def prefill(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Attend the entries after the decodes: [their tokens, local_heads, head_dim], contiguous."""
         first = batch.num_decode
-        prefill_attention(
-            q[first:], k_cache, v_cache, out[first:], self.page_table.page_starts, batch.rows[first:],
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        return prefill_attention(
+            q, k_cache, v_cache, out, self.page_table.page_starts, batch.rows[first:],
             batch.cached_len[first:], batch.device_len[first:], batch.cu_extend[first:], batch.max_extend_len,
         )  # fmt: skip
 

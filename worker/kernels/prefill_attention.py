@@ -1,7 +1,8 @@
 """Causal paged attention for prefill rows of any length, in Triton.
 
 FlashAttention-2's loop (https://arxiv.org/abs/2307.08691) over keys found through the page table. One program handles
-`BLOCK_M` query tokens of one head of one entry; programs with most keys start first.
+a run of query tokens of one entry, for all query heads of one KV head at once: K and V are read once for the group, and
+a few new tokens over a long prefix still fill the tile. Programs with most keys start first.
 """
 
 from __future__ import annotations
@@ -47,23 +48,25 @@ def _prefill_kernel(
     PAGE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
     entry = tl.program_id(2)
-    head = tl.program_id(1)
+    kv_head = tl.program_id(1)
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     cached = tl.load(cached_ptr + entry)
     length = tl.load(len_ptr + entry)
-    if block * BLOCK_M >= length - cached:
+    if block * TOKENS >= length - cached:
         return
 
-    token = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    live_q = token < length - cached
+    line = tl.arange(0, BLOCK_M)  # of the tile: token by token, the group's heads side by side
+    token = block * TOKENS + line // GROUP
+    live_q = (line < TOKENS * GROUP) & (token < length - cached)
     dim = tl.arange(0, D_PAD)
     live_dim = dim < D
     index = (tl.load(cu_ptr + entry) - tl.load(cu_ptr) + token).to(tl.int64)
+    column = (kv_head * GROUP + line % GROUP) * D
     q_mask = live_q[:, None] & live_dim[None, :]
-    q = tl.load(q_ptr + index[:, None] * q_stride + head * D + dim[None, :], mask=q_mask, other=0.0)
+    q = tl.load(q_ptr + (index * q_stride + column)[:, None] + dim[None, :], mask=q_mask, other=0.0)
     table = table_ptr + tl.load(rows_ptr + entry).to(tl.int64) * table_stride
-    kv_head = head // GROUP
     k_ptr += kv_head * head_stride
     v_ptr += kv_head * head_stride
 
@@ -71,8 +74,8 @@ def _prefill_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     position_q = cached + token
-    reach = tl.minimum(length, cached + (block + 1) * BLOCK_M)
-    diagonal = (cached + block * BLOCK_M) // BLOCK_N * BLOCK_N
+    reach = tl.minimum(length, cached + (block + 1) * TOKENS)
+    diagonal = (cached + block * TOKENS + 1) // BLOCK_N * BLOCK_N  # the tile's first token sees all keys before it
     acc, best, total = _attend(
         acc, best, total, q, k_ptr, v_ptr, table, position_q, 0, diagonal, length, scale_log2,
         page_stride, slot_stride, dim, live_dim, PAGE, BLOCK_N, False,
@@ -81,7 +84,7 @@ def _prefill_kernel(
         acc, best, total, q, k_ptr, v_ptr, table, position_q, diagonal, reach, length, scale_log2,
         page_stride, slot_stride, dim, live_dim, PAGE, BLOCK_N, True,
     )  # fmt: skip
-    out = out_ptr + index[:, None] * out_stride + head * D + dim[None, :]
+    out = out_ptr + (index * out_stride + column)[:, None] + dim[None, :]
     tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
@@ -96,16 +99,20 @@ def prefill_attention(
     cu_extend: [E + 1] int32, only differences to its first entry matter. max_extend: longest entry (host int).
     """
     _, num_q_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[2]
+    group = num_q_heads // num_kv_heads
     dim_pad = max(16, triton.next_power_of_2(head_dim))  # what tl.dot takes
-    block_m = 128 if max_extend > 64 else 64 if max_extend > 32 else 32
+    lines = max_extend * group
+    block_m = 128 if lines > 64 else 64 if lines > 32 else 32
     block_n, warps, stages = (128, 8, 3) if block_m == 128 else (64, 4, 3)
     if dim_pad > 128 or q.dtype == torch.float32:
         block_m, block_n, warps, stages = min(block_m, 64), 32, 4, 2
-    _prefill_kernel[(triton.cdiv(max_extend, block_m), num_q_heads, rows.shape[0])](
+    block_m = max(block_m, triton.next_power_of_2(group))
+    _prefill_kernel[(triton.cdiv(max_extend, block_m // group), num_kv_heads, rows.shape[0])](
         q, k_cache, v_cache, out, page_starts, rows, cached_len, device_len, cu_extend,
         head_dim**-0.5 * LOG2E, q.stride(0), out.stride(0), page_starts.stride(0),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-        PAGE=k_cache.shape[1], GROUP=num_q_heads // k_cache.shape[2], D=head_dim, D_PAD=dim_pad,
+        PAGE=k_cache.shape[1], GROUP=group, D=head_dim, D_PAD=dim_pad,
         BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out

@@ -25,4 +25,4 @@ class GatedMLP(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] -> [T, hidden_size]."""
-        return self.down_proj(self.ctx.ops.silu_mul(self.gate_up_proj(hidden)))
+        return self.down_proj(self.ctx.ops.gated(hidden, self.gate_up_proj))

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from worker.batch import Batch
+from worker.layers.linear import ColumnParallelLinear
 from worker.layers.norm import RMSNorm
 
 if TYPE_CHECKING:
@@ -29,9 +30,9 @@ class LayerOps:
         residual += x
         return F.rms_norm(residual, norm.weight.shape, norm.weight, norm.eps)
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[T, 2 * n] holding gate and up side by side -> silu(gate) * up, [T, n]. `gate_up` may be overwritten."""
-        gate, up = gate_up.chunk(2, dim=-1)
+    def gated(self, hidden: torch.Tensor, gate_up_proj: ColumnParallelLinear) -> torch.Tensor:
+        """silu(gate) * up of the projection's two parts: [T, hidden_size] -> [T, intermediate]."""
+        gate, up = gate_up_proj(hidden).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     def rope_rows(self, table: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> Any:

@@ -8,6 +8,9 @@ import torch
 
 from worker.batch import Batch
 from worker.kernels import elementwise
+from worker.kernels.gated_gemm import MAX_ROWS, MIN_COLUMNS, gated_gemm
+from worker.kernels.gemv import ROWS, gemv
+from worker.layers.linear import ColumnParallelLinear
 from worker.layers.norm import RMSNorm
 from worker.layers.ops import LayerOps
 
@@ -24,8 +27,13 @@ class TritonOps(LayerOps):
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         return elementwise.add_rms_norm(x, residual, norm.weight, norm.eps)
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return elementwise.silu_mul(gate_up)
+    def gated(self, hidden: torch.Tensor, gate_up_proj: ColumnParallelLinear) -> torch.Tensor:
+        weight, bias, rows = gate_up_proj.weight, gate_up_proj.bias, len(hidden)
+        if rows in ROWS:
+            return gemv(hidden, weight, bias, gated=True)
+        if rows <= MAX_ROWS and weight.shape[0] >= 2 * MIN_COLUMNS:
+            return gated_gemm(hidden, weight, bias)
+        return elementwise.silu_mul(gate_up_proj(hidden))
 
     def rope_rows(self, table: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> Any:
         return table  # the kernel looks its rows up

@@ -1,0 +1,59 @@
+"""Attention on CUDA with FlashAttention-4 for large prefills; decodes and small prefills run our Triton kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from worker.attention.triton_backend import TritonAttention
+from worker.batch import Batch
+from worker.kernels.flash_prefill import MAX_ENTRIES, MIN_FLOPS, FlashPrefill
+
+
+class FlashAttention(TritonAttention):
+    """Like `TritonAttention` until FlashAttention-4 is loaded.
+
+    Args:
+        required: whether `finish_compiling` waits until it is.
+    """
+
+    def __init__(self, required: bool) -> None:
+        super().__init__()
+        self._required = required
+        self._flash = FlashPrefill()
+        self._pages: torch.Tensor | None = None  # of this step's prefill entries; None: not this step
+        self._cu_extend: torch.Tensor | None = None
+
+    def compile(self, num_heads: int) -> None:
+        self._num_heads = num_heads
+        self._flash.compile(num_heads, self.pool.k_cache(0), self.pool.v_cache(0))
+
+    def finish_compiling(self) -> None:
+        if self._required:
+            self._flash.wait()
+
+    def prepare(self, batch: Batch) -> None:
+        first = batch.num_decode
+        self._pages = None
+        entries = len(batch.rows) - first
+        if not self._flash.ready or not 0 < entries <= MAX_ENTRIES or self._flops(batch) < MIN_FLOPS:
+            return
+        page_size = self.page_table.page_size
+        width = -(-batch.max_prefill_len // page_size)
+        starts = self.page_table.page_starts[batch.rows[first:].long(), :width]
+        self._pages = torch.div(starts, page_size, rounding_mode="floor")
+        self._cu_extend = batch.cu_extend[first:] - batch.cu_extend[first]
+
+    def prefill(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
+        if self._pages is None:
+            return super().prefill(q, k_cache, v_cache, batch)
+        return self._flash(
+            q, k_cache, v_cache, self._pages, self._cu_extend, batch.device_len[batch.num_decode :],
+            batch.max_extend_len, batch.max_prefill_len,
+        )  # fmt: skip
+
+    def _flops(self, batch: Batch) -> float:
+        """Of the step's prefill attention in one layer, the causal half not subtracted."""
+        lengths = np.asarray(batch.host_device_len[batch.num_decode :], dtype=np.int64)
+        extends = lengths - batch.host_cached_len[batch.num_decode :]
+        return 4.0 * self._num_heads * self.pool.k_cache(0).shape[3] * float(extends @ lengths)

@@ -1,0 +1,110 @@
+"""FlashAttention-4 as the prefill kernel (package `flash-attn-4`, Hopper and newer), loaded in the background.
+
+Importing it takes about ten seconds and its first call compiles for a few more, unless the compiled kernel lies in its
+disk cache. Meanwhile the Triton kernel serves.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+import torch
+
+from worker.errors import ModelError
+
+logger = logging.getLogger(__name__)
+
+# Calls with more entries compile another variant, at its first use: they stay with the Triton kernel.
+MAX_ENTRIES = 256
+# Attention FLOPs of a layer below which the launch (about 0.2 ms of host time) costs more than the faster kernel saves.
+MIN_FLOPS = 4e10
+
+
+def why_not(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why FlashAttention-4 cannot be used here, or None."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
+        return "it needs a GPU of compute capability 9.0 or newer"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in bfloat16 and float16, not {dtype}"
+    if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
+        return "the package flash-attn-4 is not installed"
+    return None
+
+
+class FlashPrefill:
+    """The kernel for one model shape. `load` begins importing, `compile` goes on to compiling; `ready` tells when."""
+
+    def __init__(self) -> None:
+        self._call: Callable[..., object] | None = None
+        self._shape: tuple[int, torch.Tensor, torch.Tensor] | None = None
+        self._shape_known = threading.Event()
+        self._thread = threading.Thread(target=self._load, name="flash-attn", daemon=True)
+        self.error: Exception | None = None
+        self._thread.start()
+
+    @property
+    def ready(self) -> bool:
+        return self._call is not None
+
+    def compile(self, num_q_heads: int, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+        """Have it compiled for caches like these, [num_pages, page_size, num_kv_heads, head_dim]; page 0 is read."""
+        self._shape = (num_q_heads, k_cache, v_cache)
+        self._shape_known.set()
+
+    def wait(self) -> None:
+        """Until it is ready. Raises ModelError if it cannot be loaded."""
+        self._thread.join()
+        if self.error is not None:
+            raise ModelError(f"FlashAttention-4 cannot be used: {self.error}; use attention_backend triton")
+
+    def __call__(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, pages: torch.Tensor,
+        cu_extend: torch.Tensor, device_len: torch.Tensor, max_extend: int, max_len: int,
+    ) -> torch.Tensor:  # fmt: skip
+        """Causal attention of E entries' new tokens, [T, num_q_heads, head_dim].
+
+        pages [E, width] int32: page ids. cu_extend [E + 1], device_len [E]: int32; cu_extend begins at 0.
+        max_extend, max_len: the largest extend and device_len, on the host.
+        """
+        return self._call(
+            q, k_cache, v_cache, cu_seqlens_q=cu_extend, seqused_k=device_len, max_seqlen_q=max_extend,
+            max_seqlen_k=max_len, page_table=pages, causal=True,
+        )[0]  # fmt: skip
+
+    def _load(self) -> None:
+        try:
+            # Its own switch, read when it is imported: keep compiled kernels on disk.
+            os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+            from flash_attn.cute import flash_attn_varlen_func
+
+            self._shape_known.wait()
+            self._first_call(flash_attn_varlen_func)
+            logger.info("prefill attention: FlashAttention-4 is ready")
+        except Exception as error:
+            self.error = error
+            logger.warning("prefill attention stays with the Triton kernel: %s: %s", type(error).__name__, error)
+
+    def _first_call(self, call: Callable[..., object]) -> None:
+        """Small calls compile what all calls use. On a stream of its own: steps may be running."""
+        num_q_heads, k_cache, v_cache = self._shape
+        device, page_size, tokens = k_cache.device, k_cache.shape[1], 8
+        torch.cuda.set_device(device)
+        stream = torch.cuda.Stream(device)
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            q = torch.zeros(2 * tokens, num_q_heads, k_cache.shape[3], dtype=k_cache.dtype, device=device)
+            ints = {"dtype": torch.int32, "device": device}
+            pages = torch.zeros(2, -(-tokens // page_size), **ints)
+            cu_extend = torch.tensor([0, tokens, 2 * tokens], **ints)
+            lengths = torch.full((2,), tokens, **ints)
+            for longest in (tokens, 4096):  # prompts that fit one tile run another kernel than longer ones
+                call(
+                    q, k_cache, v_cache, cu_seqlens_q=cu_extend, seqused_k=lengths, max_seqlen_q=longest,
+                    max_seqlen_k=4096, page_table=pages, causal=True,
+                )  # fmt: skip
+            stream.synchronize()
+        self._shape = None
+        self._call = call
