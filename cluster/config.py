@@ -73,12 +73,27 @@ class EngineConfig(BaseModel):
         20.0, gt=0, le=MAX_SECONDS, description="deadline for placement; raise it where nodes are added on demand"
     )
     step_timeout: float = Field(
-        60.0, gt=0, le=MAX_SECONDS, description="a step without an answer for this long means a hung rank"
+        60.0,
+        gt=0,
+        le=MAX_SECONDS,
+        description="a step without an answer for this long means a hung rank; long prompts have more, as measured",
+    )
+    compile_timeout: float = Field(
+        120.0, ge=0, le=MAX_SECONDS, description="cuda: the first step of a kind may take this much longer than others"
     )
     max_recoveries: int = Field(
         5, ge=0, description="starts of new ranks after failures, within recovery_window; then the engine fails"
     )
     recovery_window: float = Field(600.0, gt=0, le=MAX_SECONDS, description="seconds in which max_recoveries count")
+    drain_timeout: float = Field(
+        30.0, ge=0, le=MAX_SECONDS, description="serve: seconds that running requests have to finish when it stops"
+    )
+    replica_timeout: float = Field(
+        300.0,
+        gt=0,
+        le=MAX_SECONDS,
+        description="serve: when an engine's process dies, its requests wait this long for another one",
+    )
     api_key: list[SecretStr] = Field(
         default_factory=list,
         description="serve: a key that clients may use, repeat for several; default: none is needed",

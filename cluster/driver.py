@@ -13,6 +13,7 @@ from cluster.histogram import STEP_BOUNDS, Histogram
 from cluster.inproc_group import InprocGroup
 from cluster.messages import Pong
 from cluster.recovery import GroupRestart, Recovery, StartBudget, Suspects
+from cluster.watchdog import Watchdog
 from cluster.worker_group import WorkerGroup
 from scheduler.outputs import StepOutputs
 from scheduler.scheduler import Scheduler
@@ -48,6 +49,7 @@ class Driver:
         on_outputs: Callable[[StepOutputs], None],
         on_failure: Callable[[EngineError], None],
         budget: StartBudget | None = None,
+        compile_timeout: float = 0.0,
     ) -> None:
         self._group = group
         self._scheduler = scheduler
@@ -56,7 +58,8 @@ class Driver:
         self._on_outputs = on_outputs
         self._on_failure = on_failure
         self._commands: deque[Callable[[], None]] = deque()
-        self._in_flight: deque[tuple[int, float]] = deque()  # (step id, when it was sent), oldest first
+        self._watchdog = Watchdog(step_timeout, compile_timeout)
+        self._in_flight = self._watchdog.in_flight
         self._probe: Probe | None = None
         self._probes = 0
         self._outputs: list[StepOutputs] = []  # of results that arrived, to be handed out
@@ -122,7 +125,7 @@ class Driver:
             self._review_suspects()
         while (plan := self._scheduler.schedule()) is not None:
             self._group.send_plan(plan)
-            self._in_flight.append((plan.step_id, time.monotonic()))
+            self._watchdog.sent(plan, time.monotonic())
 
     def _deliver(self) -> None:
         outputs, self._outputs = self._outputs, []
@@ -136,8 +139,7 @@ class Driver:
             if isinstance(item, StepResult):
                 self._outputs.append(self._scheduler.process(item))
                 now = time.monotonic()
-                _, sent = self._in_flight.popleft()
-                self.step_seconds.observe(now - max(sent, self.last_progress))
+                self.step_seconds.observe(self._watchdog.answered(now, self.last_progress))
                 self.last_progress = now
                 self.steps += 1
                 self._budget.step_answered()
@@ -151,13 +153,15 @@ class Driver:
         """Seconds until the watchdog or the next probe is due; sends a probe that is due."""
         now = time.monotonic()
         if self._in_flight or self._probe is not None:
-            step, since = self._in_flight[0] if self._in_flight else (None, self._probe.sent)
+            since, allowed, what = (self._probe and self._probe.sent), self._step_timeout, "an idle probe"
+            if self._in_flight:
+                step = self._in_flight[0]
+                since, allowed, what = step.sent, self._watchdog.allowed(), f"step {step.step_id}"
             # A result restarts the clock: the step behind it may have waited for it.
-            left = max(since, self.last_progress) + self._step_timeout - now
+            left = max(since, self.last_progress) + allowed - now
             if left <= 0:
-                what = "an idle probe" if step is None else f"step {step}"
                 raise EngineDeadError(
-                    f"no answer to {what} for {self._step_timeout:.0f} s (step_timeout): a rank hangs"
+                    f"no answer to {what} for {allowed:.0f} s (step_timeout {self._step_timeout:g}): a rank hangs"
                     + (f"; {self._probe}" if self._probe is not None else "")
                 )
             return left
@@ -229,7 +233,7 @@ class Driver:
     def _forget_steps(self, error: EngineDeadError) -> None:
         """Hand out what arrived, drop what was in flight, and see who may have caused the failure."""
         poison = self._suspects.failed(self._scheduler.requests_in_flight())
-        self._in_flight.clear()
+        self._watchdog.forget()
         self._probe = None
         self._scheduler.recover()
         if poison is not None:

@@ -134,6 +134,7 @@ class Engine:
                 self._handle_outputs,
                 self._on_failure,
                 StartBudget(self.config.max_recoveries if self._runtime else 0, self.config.recovery_window),
+                self.config.compile_timeout if device == "cuda" else 0.0,
             )
         except BaseException:
             if self._group is not None:

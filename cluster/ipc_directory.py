@@ -1,4 +1,4 @@
-"""`IpcDirectory`: a private directory for ipc sockets that does not outlive its process for long.
+"""`IpcDirectory`: a private directory for ipc sockets, or a private Ray, that does not outlive its process for long.
 
 A process that is killed leaves its directory behind. Each holds a lock, which the kernel drops with the process: the
 next one on this machine to make a directory removes those whose lock is free.
@@ -33,6 +33,12 @@ class IpcDirectory:
     def close(self) -> None:
         """Safe to call twice."""
         self._remove()
+
+    def keep(self) -> Path:
+        """Let the directory outlive this process; returns it."""
+        self._remove.detach()
+        (self.path / _LOCK).unlink(missing_ok=True)
+        return self.path
 
 
 def _remove(path: Path, lock: int) -> None:

@@ -6,32 +6,60 @@ import logging
 import os
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 import ray
 from ray._private.services import canonicalize_bootstrap_address
 
+from cluster.deadline import within
 from cluster.errors import ConfigError, StartupError
+from cluster.ipc_directory import IpcDirectory
 
 logger = logging.getLogger(__name__)
 
 # Steps do not travel through Ray's object store, so a private Ray gets a small one.
 PRIVATE_OBJECT_STORE_BYTES = 256 << 20
 _PROBE_TIMEOUT = 3.0
+_CLOSE_TIMEOUT = 30.0
+_VITAL = ("gcs_server", "raylet")  # processes without which a private Ray answers nothing, not even with an error
 
 
 @dataclass(frozen=True, slots=True)
 class RayRuntime:
     """`owned`: we started this Ray or connected to it, so `close` ends the connection (and a private Ray with it).
 
-    `may_grow`: nodes can join, so a group that does not fit yet may fit later.
+    `may_grow`: nodes can join, so a group that does not fit yet may fit later. `directory`: where a private Ray keeps
+    its sockets and logs.
     """
 
     owned: bool
     may_grow: bool
+    directory: IpcDirectory | None = None
 
-    def close(self) -> None:
+    @property
+    def lost(self) -> str | None:
+        """The process of a private Ray without which it cannot go on, if it has ended."""
+        if self.directory is None or not ray.is_initialized():
+            return None
+        dead = [kind for kind, _ in ray._private.worker._global_node.dead_processes() if kind in _VITAL]
+        return f"its {dead[0]} was killed or crashed" if dead else None
+
+    def close(self, keep_logs: bool = False) -> Path | None:
+        """End what is owned. A private Ray's files go with it, unless its logs are wanted: then returns where they are.
+
+        Safe to call twice.
+        """
         if self.owned and ray.is_initialized():
-            ray.shutdown()
+            try:
+                within(_CLOSE_TIMEOUT, ray.shutdown)
+            except TimeoutError:
+                logger.error("Ray did not end within %g s", _CLOSE_TIMEOUT)
+        if self.directory is None:
+            return None
+        if keep_logs:
+            return self.directory.keep() / "session_latest" / "logs"
+        self.directory.close()
+        return None
 
 
 def connect(address: str, min_cpus: int, may_start: bool = True) -> RayRuntime:
@@ -59,14 +87,16 @@ def connect(address: str, min_cpus: int, may_start: bool = True) -> RayRuntime:
     cpus = max(os.cpu_count() or 1, min_cpus)
     if cpus > (os.cpu_count() or 1):
         logger.info("the private Ray offers %d CPUs on %d cores", cpus, os.cpu_count())
+    directory = IpcDirectory("raydix-ray-")
     ray.init(
         address="local",
         num_cpus=cpus,
         include_dashboard=False,
         object_store_memory=PRIVATE_OBJECT_STORE_BYTES,
         logging_level=logging.WARNING,
+        _temp_dir=str(directory.path),
     )
-    return RayRuntime(owned=True, may_grow=False)
+    return RayRuntime(owned=True, may_grow=False, directory=directory)
 
 
 def _find(address: str) -> str | None:

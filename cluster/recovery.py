@@ -9,8 +9,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from cluster.errors import EngineClosedError
 from cluster.progress import no_progress
@@ -23,6 +24,8 @@ FIRST_DELAY, LAST_DELAY = 0.5, 30.0  # seconds before the second start in a row 
 # A request that got fewer new tokens than this between two failures may have caused both: what arrived of the last
 # steps before a failure differs by the overlap depth.
 PROGRESS = 4
+
+R = TypeVar("R", bound=Hashable)  # what stands for a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,7 @@ class StartBudget:
             self._starts.clear()
 
 
-class Suspects:
+class Suspects(Generic[R]):
     """Finds a request that makes the ranks fail whenever it runs.
 
     A request in flight in two failures in a row, without `PROGRESS` tokens in between, is a suspect. Suspects run one
@@ -93,11 +96,11 @@ class Suspects:
     """
 
     def __init__(self) -> None:
-        self.alone: int | None = None  # the only request that may run now
-        self._waiting: deque[int] = deque()  # suspects that have not run alone yet
-        self._known: dict[int, int] = {}  # tokens known at their last failure, of those in the last one and of suspects
+        self.alone: R | None = None  # the only request that may run now
+        self._waiting: deque[R] = deque()  # suspects that have not run alone yet
+        self._known: dict[R, int] = {}  # tokens known at their last failure, of those in the last one and of suspects
 
-    def failed(self, in_flight: dict[int, int]) -> int | None:
+    def failed(self, in_flight: dict[R, int]) -> R | None:
         """The ranks failed with these requests (oldest first; tokens known of each) in flight. Returns the convict.
 
         `alone` may have changed, and changes again with `review`.
@@ -116,7 +119,7 @@ class Suspects:
             return convict
         return None
 
-    def review(self, known_len: Callable[[int], int | None]) -> None:
+    def review(self, known_len: Callable[[R], int | None]) -> None:
         """Clear whoever runs alone if it got on. `known_len`: tokens of a request, None if it has ended."""
         while self.alone is not None:
             known = known_len(self.alone)

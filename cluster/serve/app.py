@@ -11,6 +11,9 @@ from cluster.serve.engine_deployment import EngineDeployment
 from cluster.serve.ingress import Ingress
 
 CONTROL_CALLS = 64  # room for status and info calls beside requests
+# Seconds beyond drain_timeout until Serve kills a replica. An ingress hears of its end late, and then ends what runs;
+# the engine has to last until then.
+ENGINE_GRACE, INGRESS_GRACE = 10.0, 20.0
 
 
 def build_openai_app(args: dict[str, Any] | EngineConfig) -> Application:
@@ -26,4 +29,8 @@ def build_openai_app(args: dict[str, Any] | EngineConfig) -> Application:
     # Every request is an open call. The engine refuses what exceeds its queue, with a Retry-After; Serve must not
     # hold requests back before it does.
     calls = 2 * (config.max_running_requests + config.max_queued_requests) + CONTROL_CALLS
-    return Ingress.bind(EngineDeployment.options(max_ongoing_requests=calls).bind(config), config)
+    engine = EngineDeployment.options(
+        max_ongoing_requests=calls, graceful_shutdown_timeout_s=config.drain_timeout + ENGINE_GRACE
+    )
+    ingress = Ingress.options(graceful_shutdown_timeout_s=config.drain_timeout + INGRESS_GRACE)
+    return ingress.bind(engine.bind(config), config)

@@ -1,29 +1,35 @@
-"""The ingress's side of an engine: one Serve call per stream, open as long as the stream, and its cancellation."""
+"""The ingress's side of an engine: one Serve call per stream, open as long as the stream, and its cancellation.
+
+When the engine's process dies under a stream, the stream is sent to another with the tokens it has (`failover`).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import ray
-from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
+from cluster.config import EngineConfig
 from cluster.detokenizer import IncrementalDetokenizer
 from cluster.errors import (
+    DrainingError,
     EngineClosedError,
-    EngineDeadError,
     EngineError,
     OverloadedError,
     RaydixError,
     TransportError,
 )
+from cluster.serve.call_errors import engine_error, is_gone
 from cluster.serve.errors import RequestTimeoutError, from_wire
+from cluster.serve.failover import Failover, Loss
 from cluster.serve.metrics import IngressMetrics
 from cluster.serve.step_receiver import StepReceiver
 from cluster.serve.streams import Delta, StreamGroup, StreamTable, TokenStream
@@ -32,8 +38,10 @@ from scheduler.sampling_params import SamplingParams
 
 logger = logging.getLogger("ray.serve")
 
-LAST_TOKENS_GRACE = 5.0  # seconds between the end of a call and its last tokens on the side channel
+LAST_TOKENS_GRACE = 2.0  # seconds between the end of a call and its last tokens on the side channel
 STATUS_TIMEOUT = 2.0
+DRAIN_CHECK = 0.05
+LAST_EVENTS_GRACE = 3.0  # seconds for clients to take the error that ends their stream
 
 
 @dataclass(frozen=True)
@@ -55,25 +63,54 @@ class GroupOptions:
     user: str | None = None
 
 
+@dataclass
+class _Call:
+    """What a stream asks of the engine, and the Serve call that asks it now."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    options: GroupOptions
+    response: DeploymentResponse | None = None
+    # of the HTTP request: Serve cancels the calls that are made in it when the client leaves
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+
+
 class EngineClient:
     """Opens groups of streams on the engine deployment. All methods run in the event loop."""
 
-    def __init__(self, handle: DeploymentHandle, tokenizer: Tokenizer, node_id: str, node_ip: str) -> None:
+    def __init__(
+        self, handle: DeploymentHandle, tokenizer: Tokenizer, node_id: str, node_ip: str, config: EngineConfig
+    ) -> None:
         self._handle = handle
+        self._room = config.max_running_requests + config.max_queued_requests
         self._tokenizer = tokenizer
         self.metrics = IngressMetrics()
-        self._table = StreamTable(asyncio.get_running_loop(), self.metrics)
+        self._table = StreamTable(asyncio.get_running_loop(), self.metrics, self._on_gap)
         self._receiver = StepReceiver(self._table.on_message, node_id, node_ip)
-        self._calls: dict[TokenStream, DeploymentResponse] = {}
+        self._failover = Failover(config.replica_timeout, self._submit, self._fail)
+        self._calls: dict[TokenStream, _Call] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._deadlines: dict[StreamGroup, asyncio.TimerHandle] = {}
+        self._groups: set[StreamGroup] = set()  # open ones
+        self.draining = False
 
     def open(self, requests: Sequence[tuple[list[int], SamplingParams]], options: GroupOptions) -> StreamGroup:
         """Start one engine request per (prompt ids, sampling) pair; the group's choice i is pair i.
 
         The caller closes the group with `close_group`.
+
+        Raises:
+            DrainingError: since `drain` was called.
+            OverloadedError: the engine is gone, and as many streams as it takes wait for another already.
         """
+        if self.draining:
+            raise DrainingError("the server is stopping and takes no new requests")
+        if self._failover.active and len(self._table) + len(requests) > self._room:
+            raise OverloadedError(
+                f"the engine's process is gone, and {len(self._table)} requests wait for another already"
+            )
         group = StreamGroup(self._on_end)
+        self._groups.add(group)
         if options.timeout is not None:
             left = options.arrived + options.timeout - time.monotonic()
             error = RequestTimeoutError(f"the request was not finished within its {options.timeout:g} s")
@@ -89,22 +126,13 @@ class EngineClient:
             stream = self._table.open(
                 detokenizer, group, index, options.arrived, options.include_stop, params.logprobs or 0
             )
-            response = self._handle.generate.remote(
-                self._receiver.address,
-                stream.stream_id,
-                np.array(prompt, dtype=np.int32),
-                params,
-                options.priority,
-                options.user,
-            )
-            self._calls[stream] = response
-            task = asyncio.create_task(self._follow(stream, response))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._calls[stream] = _Call(prompt, params, options)
+            self._failover.admit(stream)
         return group
 
     def close_group(self, group: StreamGroup) -> None:
         """Abort whatever of this group still runs. Safe to call at any time, and again."""
+        self._groups.discard(group)
         if group in self._deadlines:
             self._deadlines.pop(group).cancel()
         for stream in group.streams:
@@ -112,8 +140,23 @@ class EngineClient:
             if not stream.ended:
                 self.metrics.ended(time.monotonic() - stream.arrived, "abort")
             stream.ended = True
-            if not stream.engine_ended:
-                self._cancel(stream)
+            self._forget_call(stream)
+
+    async def drain(self, grace: float) -> int:
+        """Open nothing more, and return when what is open has ended and was sent. What has not ended after `grace`
+        seconds ends with EngineClosedError; returns the number of these groups."""
+        self.draining = True
+        await self._wait_until_closed(grace)
+        late = list(self._groups)
+        for group in late:
+            group.fail(EngineClosedError(f"the server stops, and this did not end within {grace:g} s (drain_timeout)"))
+        await self._wait_until_closed(LAST_EVENTS_GRACE)
+        return len(late)
+
+    async def _wait_until_closed(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while self._groups and time.monotonic() < deadline:
+            await asyncio.sleep(DRAIN_CHECK)
 
     async def status(self) -> dict[str, Any]:
         """The engine's status. Raises EngineError as `_ask` does."""
@@ -137,7 +180,7 @@ class EngineClient:
         except asyncio.TimeoutError:
             raise EngineError(f"the engine does not answer within {STATUS_TIMEOUT:g} s") from None
         except Exception as error:
-            raise _engine_error(error) from error
+            raise engine_error(error) from error
 
     @property
     def open_streams(self) -> int:
@@ -154,44 +197,84 @@ class EngineClient:
         """A stream's last delta was delivered: when a stop string ended it, the engine does not know yet."""
         self._table.forget(stream)
         self.metrics.ended(time.monotonic() - stream.arrived, last.finish_reason or "error")
-        if not stream.engine_ended:
-            self._cancel(stream)
+        self._forget_call(stream)
 
-    def _cancel(self, stream: TokenStream) -> None:
-        response = self._calls.pop(stream, None)
-        if response is not None:
-            response.cancel()
+    def _submit(self, stream: TokenStream) -> None:
+        """Call the engine for this stream, from where its tokens end."""
+        call = self._calls.get(stream)
+        if call is not None:
+            call.context.run(self._start_call, stream, call)
 
-    async def _follow(self, stream: TokenStream, response: DeploymentResponse) -> None:
+    def _start_call(self, stream: TokenStream, call: _Call) -> None:
+        sampling = call.sampling
+        if stream.tokens and sampling.prompt_logprobs is not None:  # they came with the first token
+            sampling = sampling.model_copy(update={"prompt_logprobs": None})
+        call.response = self._handle.generate.remote(
+            self._receiver.address,
+            stream.stream_id,
+            np.array(call.prompt + stream.tokens, dtype=np.int32),
+            sampling,
+            call.options.priority,
+            call.options.user,
+            len(call.prompt),
+        )
+        task = asyncio.create_task(self._follow(stream, call, call.response))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _forget_call(self, stream: TokenStream) -> None:
+        call = self._calls.pop(stream, None)
+        if call is not None and call.response is not None and not stream.engine_ended:
+            call.response.cancel()
+
+    async def _follow(self, stream: TokenStream, call: _Call, response: DeploymentResponse) -> None:
         """Wait for the end of the call; tell the stream if it ended badly."""
         try:
             reply = await response
         except Exception as error:
-            if not stream.ended:  # else it is our own cancellation
-                stream.group.deliver(stream, Delta(error=_engine_error(error)))
+            if stream.ended or call.response is not response:  # our own cancellation
+                return
+            if isinstance(error, ray.exceptions.TaskCancelledError):
+                self._lose(stream, str(engine_error(error)), Loss.CLOSED)
+            elif is_gone(error):
+                self._lose(stream, str(engine_error(error)), Loss.DEATH)
+            else:
+                self._fail(stream, engine_error(error))
             return
-        finally:
-            self._calls.pop(stream, None)
-        stream.engine_ended = True
-        if "error" in reply:
-            stream.group.deliver(stream, Delta(error=from_wire(reply["error"])))
-        elif not stream.ended:
-            asyncio.get_running_loop().call_later(LAST_TOKENS_GRACE, self._expire, stream)
+        if call.response is not response:
+            return
+        error = from_wire(reply["error"]) if "error" in reply else None
+        if isinstance(error, TransportError):
+            self._lose(stream, str(error), Loss.CONNECTION)
+        elif isinstance(error, EngineClosedError):
+            self._lose(stream, str(error), Loss.CLOSED)
+        elif error is not None:
+            stream.engine_ended = True
+            self._fail(stream, error)
+        else:
+            stream.engine_ended = True
+            if not stream.ended:
+                asyncio.get_running_loop().call_later(LAST_TOKENS_GRACE, self._expire, stream, response)
 
-    def _expire(self, stream: TokenStream) -> None:
-        stream.group.deliver(stream, Delta(error=TransportError("the last tokens did not arrive on the side channel")))
+    def _expire(self, stream: TokenStream, response: DeploymentResponse) -> None:
+        call = self._calls.get(stream)
+        if call is not None and call.response is response:
+            self._lose(stream, "the last tokens did not arrive on the side channel", Loss.CONNECTION)
 
+    def _on_gap(self, streams: list[TokenStream]) -> None:
+        for stream in streams:
+            self._lose(stream, "tokens were lost on the side channel", Loss.CONNECTION)
 
-def _engine_error(error: Exception) -> RaydixError:
-    """Ray's and Serve's errors of an engine call as ours."""
-    if isinstance(error, RaydixError):
-        return error
-    if isinstance(error, ray.exceptions.TaskCancelledError):
-        return EngineClosedError("the engine stopped before the request was finished")
-    if isinstance(error, BackPressureError):
-        return OverloadedError("too many requests are waiting; try again later")
-    if isinstance(error, ray.exceptions.RayActorError | RayServeException):
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return EngineDeadError(f"the engine is gone: {first_line}")
-    logger.error("an engine call failed", exc_info=error)
-    return EngineError("internal error in the engine; its log has the details")
+    def _lose(self, stream: TokenStream, cause: str, loss: Loss) -> None:
+        """Let the stream go on elsewhere, unless all of it is here."""
+        call = self._calls.get(stream)
+        if call is None or stream.ended or not self._table.renew(stream):
+            return
+        stream.engine_ended = False
+        if call.response is not None:
+            call.response, before = None, call.response
+            before.cancel()
+        self._failover.lost(stream, cause, loss)
+
+    def _fail(self, stream: TokenStream, error: RaydixError) -> None:
+        stream.group.deliver(stream, Delta(error=error))

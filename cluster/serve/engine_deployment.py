@@ -20,7 +20,7 @@ from ray import serve
 from cluster.config import EngineConfig
 from cluster.driver import PROBE_INTERVAL
 from cluster.engine import Engine
-from cluster.errors import EngineError, RaydixError
+from cluster.errors import EngineError, RaydixError, TransportError
 from cluster.serve.errors import to_wire
 from cluster.serve.side_channel import ReplyAddress
 from cluster.serve.step_sender import StepSender, join_request_id
@@ -41,7 +41,6 @@ STALE_SECONDS = 3 * PROBE_INTERVAL
     health_check_period_s=2,
     logging_config={"enable_access_log": False},  # the ingress logs requests
     graceful_shutdown_wait_loop_s=0.5,
-    graceful_shutdown_timeout_s=10,
 )
 class EngineDeployment:
     """Runs one engine. Errors a caller can act on are answered as values, so that Ray does not wrap or log them."""
@@ -61,10 +60,11 @@ class EngineDeployment:
         sampling: SamplingParams,
         priority: int = 0,
         user: str | None = None,
+        prompt_len: int | None = None,
     ) -> dict[str, Any]:
         """One request. Its tokens go to `address` step by step; this call returns when it has ended.
 
-        `priority`, `user`: see `scheduler.request.Request`. Cancelling the call aborts the request.
+        `priority`, `user`, `prompt_len`: see `scheduler.request.Request`. Cancelling the call aborts the request.
 
         Returns:
             {"finish": FinishReason} or {"error": see `errors.to_wire`}.
@@ -75,7 +75,7 @@ class EngineDeployment:
             request_id = join_request_id(channel, stream_id)
             ended = self._open[request_id] = self._loop.create_future()
             try:
-                self._engine.submit(Request(request_id, prompt_ids, sampling, priority, user))
+                self._engine.submit(Request(request_id, prompt_ids, sampling, priority, user, prompt_len))
                 return await ended
             except asyncio.CancelledError:
                 self._engine.abort(request_id)
@@ -146,8 +146,12 @@ class EngineDeployment:
 
     def _on_outputs(self, outputs: StepOutputs) -> None:
         """Runs in the driver's thread, once per step."""
-        for request_id in self._sender.send(outputs):
+        lost = self._sender.send(outputs)
+        for request_id in lost:
             self._engine.abort(request_id)
+        if lost and self._loop is not None:
+            error = TransportError("the connection to the ingress was lost")
+            self._loop.call_soon_threadsafe(self._fail, lost, error)
         finished = outputs.finish != FinishReason.NONE
         if finished.any() and self._loop is not None:
             pairs = zip(outputs.request_ids[finished].tolist(), outputs.finish[finished].tolist(), strict=True)
@@ -166,8 +170,12 @@ class EngineDeployment:
             self._loop.call_soon_threadsafe(self._fail_all, error)
 
     def _fail_all(self, error: EngineError) -> None:
-        for ended in self._open.values():
-            if not ended.done():
+        self._fail(list(self._open), error)
+
+    def _fail(self, request_ids: list[int], error: RaydixError) -> None:
+        for request_id in request_ids:
+            ended = self._open.get(request_id)
+            if ended is not None and not ended.done():
                 ended.set_result({"error": to_wire(error)})
 
     def __del__(self) -> None:

@@ -20,7 +20,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 
 from cluster.config import EngineConfig
-from cluster.errors import EngineError, RaydixError
+from cluster.errors import DrainingError, EngineError, RaydixError
 from cluster.serve.answers import ChatCompletion, Completion, Detokenized, ModelCard, ModelList, Tokenized
 from cluster.serve.chat import chat_completion
 from cluster.serve.completions import completion
@@ -36,6 +36,7 @@ from cluster.serve.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from cluster.serve.retirement import retired
 from cluster.serve.service import Service
 from cluster.serve.text import TextWorker
 from cluster.serve.tokenization import detokenize, tokenize
@@ -64,7 +65,6 @@ async def answer_error(request: Request, error: Exception) -> Response:
     max_ongoing_requests=10_000,
     health_check_period_s=2,
     graceful_shutdown_wait_loop_s=0.5,
-    graceful_shutdown_timeout_s=10,
 )
 @serve.ingress(app)
 class Ingress:
@@ -76,6 +76,7 @@ class Ingress:
         self._service: Service | None = None
         self._failure: Exception | None = None
         self._start_up = asyncio.create_task(self._start())
+        self._end = asyncio.create_task(self._await_end())
 
     async def _start(self) -> None:
         # Serve makes `self.app` after this object; nothing is awaited in between, so no request comes before this.
@@ -89,7 +90,9 @@ class Ingress:
             self._service = Service(
                 model=info["served_model_name"],
                 max_seq_len=info["max_seq_len"],
-                engine=EngineClient(self._engine, tokenizer, context.get_node_id(), ray.util.get_node_ip_address()),
+                engine=EngineClient(
+                    self._engine, tokenizer, context.get_node_id(), ray.util.get_node_ip_address(), self._config
+                ),
                 text=TextWorker(tokenizer, info["vocab_size"], info["max_seq_len"]),
                 config=self._config,
                 logprobs=LogprobWriter(tokenizer),
@@ -99,6 +102,16 @@ class Ingress:
         except Exception as error:
             logger.exception("the ingress cannot start")
             self._failure = error
+
+    async def drain(self, grace: float) -> int:
+        """Take no new requests, and return when those that run have ended. After `grace` seconds the rest ends with an
+        error; returns how many."""
+        return 0 if self._service is None else await self._service.engine.drain(grace)
+
+    async def _await_end(self) -> None:
+        """Serve stops a replica without a word to it, and kills it when its time is up: end what runs before that."""
+        await retired()
+        await self.drain(self._config.drain_timeout)
 
     def check_health(self) -> None:
         """Serve calls this. Raises what kept the ingress from starting, so that Serve replaces it."""
@@ -149,7 +162,10 @@ class Ingress:
     @app.get("/ready")
     async def ready(self) -> dict[str, Any]:
         """200 while steps finish (an idle engine probes its ranks), else 503 with the reason."""
-        status = await self._ready_service().engine.status()
+        engine = self._ready_service().engine
+        if engine.draining:
+            raise DrainingError("the server is stopping")
+        status = await engine.status()
         problem = status["failure"] or status["stalled"]
         if problem is not None:
             raise EngineError(f"the engine is not ready: {problem}")

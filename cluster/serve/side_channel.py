@@ -4,13 +4,15 @@ A Serve call per token would cost more than the token. So an ingress binds a `St
 `ReplyAddress` to the engine inside every Serve call; the engine's `StepSender` connects to it once and then sends,
 after each step, one msgpack array with all new tokens of that ingress's streams::
 
-    [VERSION, secret, step_id, stream_ids int64[n], tokens int32[n], finish uint8[n], cached int32[n], {stream: error},
-     None or [index int32[m], top, words], {stream: [top, words]}]
+    [VERSION, secret, channel, number, step_id, stream_ids int64[n], tokens int32[n], finish uint8[n], cached int32[n],
+     {stream: error}, None or [index int32[m], top, words], {stream: [top, words]}]
 
-The last two are log probabilities of tokens and of prompts, see `scheduler.step.LogprobBlock`. Arrays travel as
-little-endian bytes. Nothing is unpickled. On one node the pipe is an ipc socket in a directory only this user can
-enter; between nodes it is tcp with CURVE, where the ingress admits the one client key it made itself and passed
-through Ray. Whatever does not carry the address's secret and this schema is dropped and counted.
+`number` counts the messages of a channel, one connection of one engine, from 0: a connection that breaks may take
+messages with it, and the ingress has to know. The last two are log probabilities of tokens and of prompts, see
+`scheduler.step.LogprobBlock`. Arrays travel as little-endian bytes. Nothing is unpickled. On one node the pipe is an
+ipc socket in a directory only this user can enter; between nodes it is tcp with CURVE, where the ingress admits the one
+client key it made itself and passed through Ray. Whatever does not carry the address's secret and this schema is
+dropped and counted.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from scheduler.outputs import FinishReason
 from scheduler.sampling_params import MAX_LOGPROBS
 from scheduler.step import LogprobBlock, SampledLogprobs
 
-VERSION = 2
+VERSION = 3
 _ARRAYS = (np.dtype("<i8"), np.dtype("<i4"), np.dtype("u1"), np.dtype("<i4"))
 _LAST_FINISH = max(FinishReason)
 
@@ -48,8 +50,13 @@ class ReplyAddress:
 
 @dataclass(frozen=True)
 class StepMessage:
-    """Decoded message: equal-length arrays, one entry per (stream, token). Token -1 means none with this entry."""
+    """Decoded message: equal-length arrays, one entry per (stream, token). Token -1 means none with this entry.
 
+    It is the message `number`, from 0, of the connection named `channel`.
+    """
+
+    channel: bytes
+    number: int
     step_id: int
     stream_ids: np.ndarray
     tokens: np.ndarray
@@ -66,7 +73,8 @@ class StepMessage:
         if self.logprobs is not None:
             scored = [self.logprobs.index.astype("<i4", copy=False).tobytes(), *_pack(self.logprobs.block)]
         prompts = {stream: _pack(block) for stream, block in self.prompt_logprobs.items()}
-        return msgpack.packb([VERSION, secret, self.step_id, *packed, self.errors, scored, prompts])
+        head = [VERSION, secret, self.channel, self.number, self.step_id]
+        return msgpack.packb([*head, *packed, self.errors, scored, prompts])
 
     @classmethod
     def decode(cls, data: bytes, secret: bytes) -> StepMessage:
@@ -79,12 +87,13 @@ class StepMessage:
             parts = msgpack.unpackb(data, strict_map_key=False)
         except (ValueError, msgpack.UnpackException) as error:
             raise TransportError(f"not a step message: {error}") from error
-        if not (isinstance(parts, list) and len(parts) == 10 and parts[0] == VERSION and isinstance(parts[1], bytes)):
+        if not (isinstance(parts, list) and len(parts) == 12 and parts[0] == VERSION and isinstance(parts[1], bytes)):
             raise TransportError("not a step message of this version; engine and ingress must run the same raydix")
         if not secrets.compare_digest(parts[1], secret):
             raise TransportError("step message with a wrong secret")
-        step_id, raw, failures = parts[2], parts[3:7], parts[7]
-        if not (isinstance(step_id, int) and all(isinstance(part, bytes) for part in raw)):
+        (channel, number, step_id), raw, failures = parts[2:5], parts[5:9], parts[9]
+        numbers = isinstance(number, int) and isinstance(step_id, int)
+        if not (numbers and all(isinstance(part, bytes) for part in (channel, *raw))):
             raise TransportError("step message with parts of wrong types")
         try:
             arrays = [np.frombuffer(part, kind) for part, kind in zip(raw, _ARRAYS, strict=True)]
@@ -99,11 +108,11 @@ class StepMessage:
         ):
             raise TransportError("step message with a malformed error table")
         try:
-            scored = None if parts[8] is None else _unpack_scored(*parts[8], len(arrays[0]))
-            prompts = {int(stream): _unpack(*block) for stream, block in parts[9].items()}
+            scored = None if parts[10] is None else _unpack_scored(*parts[10], len(arrays[0]))
+            prompts = {int(stream): _unpack(*block) for stream, block in parts[11].items()}
         except (ValueError, TypeError, AttributeError) as error:
             raise TransportError(f"step message with malformed log probabilities: {error}") from error
-        return cls(step_id, *arrays, failures, scored, prompts)
+        return cls(channel, number, step_id, *arrays, failures, scored, prompts)
 
 
 def _pack(block: LogprobBlock) -> list[Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import zmq
@@ -38,6 +39,8 @@ def _share(logprobs: SampledLogprobs, mine: np.ndarray) -> SampledLogprobs:
 class _Channel:
     socket: zmq.Socket
     secret: bytes
+    name: bytes = field(default_factory=lambda: secrets.token_bytes(8))
+    sent: int = 0
 
 
 class StepSender:
@@ -99,7 +102,7 @@ class StepSender:
         """Send a step's outputs to the ingresses they belong to.
 
         Returns:
-            Request ids whose ingress is gone; nobody will read their tokens any more.
+            Request ids whose ingress, or the connection to it, is gone; nobody will read their tokens any more.
         """
         if not len(outputs.request_ids):
             return []
@@ -109,7 +112,13 @@ class StepSender:
         with self._lock:
             for number in np.unique(owners).tolist():
                 mine = owners == number
+                channel = self._channels.get(number)
+                if channel is None:
+                    lost += outputs.request_ids[mine].tolist()
+                    continue
                 message = StepMessage(
+                    channel=channel.name,
+                    number=channel.sent,
                     step_id=outputs.step_id,
                     stream_ids=stream_ids[mine],
                     tokens=outputs.tokens[mine],
@@ -130,11 +139,10 @@ class StepSender:
         return lost
 
     def _send(self, number: int, message: StepMessage) -> bool:
-        channel = self._channels.get(number)
-        if channel is None:
-            return False
+        channel = self._channels[number]
         try:
             channel.socket.send(message.encode(channel.secret), zmq.DONTWAIT)
+            channel.sent += 1
             return True
         except zmq.Again:
             channel.socket.close()

@@ -3,6 +3,8 @@
 The receiving thread detokenises a whole step and then posts to the event loop once. In the loop each stream holds at
 most one pending `Delta`: when its reader is slow, later deltas merge into it, so a slow client costs no more than its
 text and delays nobody else.
+
+A stream keeps its tokens, so that it can go on when its engine is gone: see `failover`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -65,7 +68,11 @@ class Delta:
 
 
 class TokenStream:
-    """One choice of one request. `advance` runs in the receiving thread, everything else in the event loop."""
+    """One choice of one request. `advance` runs in the receiving thread, everything else in the event loop.
+
+    `tokens` are those that have arrived: append-only, and still only after `StreamTable.renew`. `complete`: the last
+    one is among them, and the last delta on its way.
+    """
 
     def __init__(
         self,
@@ -78,6 +85,9 @@ class TokenStream:
         top_logprobs: int = 0,
     ) -> None:
         self.stream_id = stream_id
+        self.channel: bytes | None = None  # whence its tokens come
+        self.tokens: list[int] = []
+        self.complete = False
         self.group = group
         self.index = index
         self.arrived = arrived  # `time.monotonic()` of the HTTP request
@@ -88,6 +98,7 @@ class TokenStream:
         self._detokenizer = detokenizer
         self._include_stop = include_stop
         self._top_logprobs = top_logprobs
+        self._cached_tokens = 0
         self._silent_tokens = 0  # tokens whose text is not complete yet
         self._silent_logprobs: list[ScoredToken] = []
         self._prompt_logprobs: LogprobBlock | None = None
@@ -106,6 +117,10 @@ class TokenStream:
             return Delta(error=PoisonRequestError(failure or "the engine fails whenever this request runs"))
         if finish == FinishReason.ABORT:
             return Delta(error=EngineClosedError("the request was aborted by the engine"))
+        if not self.tokens:  # what the first engine found; another finds this stream's own tokens too
+            self._cached_tokens = cached_tokens
+        if token >= 0:
+            self.tokens.append(token)
         # The stop token itself is counted; it is text only for those who asked for it.
         ids = [token] if token >= 0 and (finish != FinishReason.STOP or self._include_stop) else []
         part = self._detokenizer.add(ids, finished=finish != FinishReason.NONE)
@@ -119,7 +134,7 @@ class TokenStream:
             reason = "length"
         if not part.text and reason is None:
             return None
-        delta = Delta(part.text, self._silent_tokens, cached_tokens, reason)
+        delta = Delta(part.text, self._silent_tokens, self._cached_tokens, reason)
         self._silent_tokens = 0
         if self._silent_logprobs:
             delta.logprobs, self._silent_logprobs = self._silent_logprobs, []
@@ -184,11 +199,23 @@ class StreamGroup:
 
 
 class StreamTable:
-    """Every open stream of an ingress by id. `on_message` is the step receiver's callback."""
+    """Every open stream of an ingress by id. `on_message` is the step receiver's callback.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, metrics: IngressMetrics) -> None:
+    `on_gap` is called in the event loop with streams of which a message may have been lost; nothing more is taken for
+    them until they are renewed.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        metrics: IngressMetrics,
+        on_gap: Callable[[list[TokenStream]], None] = lambda streams: None,
+    ) -> None:
         self._loop = loop
         self._metrics = metrics
+        self._on_gap = on_gap
+        self._lock = threading.Lock()  # a message is taken as a whole before or after a stream is renewed
+        self._heard: dict[bytes, int] = {}  # by channel: messages so far
         self._ids = itertools.count(1)
         self._streams: dict[int, TokenStream] = {}
 
@@ -210,15 +237,41 @@ class StreamTable:
         self._streams[stream.stream_id] = stream
         return stream
 
+    def renew(self, stream: TokenStream) -> bool:
+        """Give the stream a new id: whatever is still on its way to the old one is dropped. False: it is complete."""
+        with self._lock:
+            self.forget(stream)
+            if stream.complete:
+                return False
+            stream.stream_id, stream.channel = next(self._ids), None
+            self._streams[stream.stream_id] = stream
+            return True
+
     def forget(self, stream: TokenStream) -> None:
         """Drop whatever else arrives for this stream."""
         self._streams.pop(stream.stream_id, None)
 
     def on_message(self, message: StepMessage) -> None:
         """Detokenise one step and post it to the event loop in one go. Runs in the receiving thread."""
-        posts = list(self._advance(message))
+        with self._lock:
+            gap = self._find_gap(message)
+            posts = list(self._advance(message))
+        if gap:
+            logger.warning("a message is missing; %d streams ask for their tokens again", len(gap))
+            self._loop.call_soon_threadsafe(self._on_gap, gap)
         if posts:
             self._loop.call_soon_threadsafe(_deliver, posts)
+
+    def _find_gap(self, message: StepMessage) -> list[TokenStream]:
+        """Streams that the messages missing before this one may have been about; they are forgotten."""
+        expected = self._heard.get(message.channel, 0)
+        self._heard[message.channel] = message.number + 1
+        if message.number == expected:
+            return []
+        lost = [stream for stream in list(self._streams.values()) if stream.channel in (None, message.channel)]
+        for stream in lost:
+            self.forget(stream)
+        return lost
 
     def _advance(self, message: StepMessage) -> Iterator[tuple[TokenStream, Delta, bool]]:
         now, first, later = time.monotonic(), [], []
@@ -241,6 +294,7 @@ class StreamTable:
                 else:
                     later.append(now - stream.last_token)
                 stream.last_token = now
+            stream.channel = message.channel
             try:
                 delta = stream.advance(token, finish, cached, message.errors.get(stream_id), scored.get(entry))
             except Exception:  # one stream's text must not stop the others'
@@ -248,6 +302,7 @@ class StreamTable:
                 delta = Delta(error=EngineError("internal error while turning tokens into text"))
             if delta is not None:
                 if delta.is_last:
+                    stream.complete = True
                     self.forget(stream)
                 yield stream, delta, finish != FinishReason.NONE
         self._metrics.tokens(first, later)

@@ -1,51 +1,32 @@
-"""Over HTTP: a stream survives the kill -9 of a rank; readiness and metrics tell what happens meanwhile."""
+"""Over HTTP: streams survive the kill -9 of a rank, and of the engine's process, and a broken connection between engine
+and ingress; readiness and metrics tell what happens meanwhile."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import threading
 
 import psutil
 import pytest
 
-from tests.integration.http_server import events, running_server, until
+from tests.chaos.http_streams import COMMON, REQUESTS, Reader, break_connections, start_all, wait_for_chunks
+from tests.integration.http_server import running_server, until
 
 pytestmark = [pytest.mark.usefixtures("private_ray"), pytest.mark.timeout(600)]
-BODY = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True}
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 11}], ids=["greedy", "seeded"])
-def test_a_stream_survives_the_kill_of_its_rank(server, sampling: dict) -> None:
-    body = BODY | sampling
-    expected = server.post("/v1/completions", body).json()
+def test_streams_survive_the_kill_of_their_rank(server, expected: list[dict]) -> None:
     before = recoveries(server)
-    pid = server.engine.info.remote().result(timeout_s=30)["ranks"][0]["pid"]
-    waiting = []
-    other = threading.Thread(target=lambda: waiting.append(post_patiently(server, body)))
-    other.start()
-    with (
-        server.client(timeout=300) as client,
-        client.stream(
-            "POST", "/v1/completions", json=body | {"stream": True, "stream_options": {"include_usage": True}}
-        ) as response,
-    ):
-        stream = events(response)
-        text = "".join(json.loads(next(stream))["choices"][0]["text"] for _ in range(5))
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: server.get("/ready").status_code == 503, 10)
-        answer = server.get("/ready").json()["error"]
-        assert "being started again" in answer["message"] and f"pid {pid}" in answer["message"]
-        assert server.get("/health").status_code == 200
-        *chunks, usage, done = stream
-    text += "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)
-    assert done == "[DONE]"
-    assert text == expected["choices"][0]["text"]
-    assert json.loads(chunks[-1])["choices"][0]["finish_reason"] == "length"
-    assert json.loads(usage)["usage"]["completion_tokens"] == 200
-    other.join(300)
-    assert waiting[0].json()["choices"] == expected["choices"]
+    pid = info(server)["ranks"][0]["pid"]
+    readers = start_all(server)
+    wait_for_chunks(readers, 10)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: server.get("/ready").status_code == 503, 10)
+    answer = server.get("/ready").json()["error"]
+    assert "being started again" in answer["message"] and f"pid {pid}" in answer["message"]
+    assert server.get("/health").status_code == 200
+    late = Reader(server, COMMON | REQUESTS[0])
+    assert [reader.result() for reader in [*readers, late]] == [*expected, expected[0]]
     assert server.get("/ready").status_code == 200
     assert recoveries(server) == before + 1
     assert not psutil.pid_exists(pid)
@@ -57,10 +38,38 @@ def server(private_ray):
         yield server
 
 
+@pytest.fixture(scope="module")
+def expected(server) -> list[dict]:
+    """What every stream gives when nothing goes wrong."""
+    return [reader.result() for reader in start_all(server)]
+
+
+def info(server) -> dict:
+    return server.engine.info.remote().result(timeout_s=60)
+
+
+def test_streams_survive_the_kill_of_the_engines_process(server, expected: list[dict]) -> None:
+    before = info(server)
+    readers = start_all(server)
+    wait_for_chunks(readers, 10)
+    os.kill(before["driver_pid"], signal.SIGKILL)
+    until(lambda: server.get("/ready").status_code == 503, 10)
+    late = Reader(server, COMMON | REQUESTS[0])
+    assert [reader.result() for reader in [*readers, late]] == [*expected, expected[0]]
+    after = info(server)
+    assert after["driver_pid"] != before["driver_pid"]
+    assert not any(psutil.pid_exists(rank["pid"]) for rank in before["ranks"])
+    assert server.get("/ready").status_code == 200
+
+
+def test_streams_survive_a_broken_side_channel(server, expected: list[dict]) -> None:
+    pid = info(server)["driver_pid"]
+    readers = start_all(server)
+    wait_for_chunks(readers, 10)
+    assert break_connections(pid, "raydix-ingress-") > 0
+    assert [reader.result() for reader in readers] == expected
+    assert info(server)["driver_pid"] == pid
+
+
 def recoveries(server) -> int:
     return server.engine.metrics.remote().result(timeout_s=30)["recoveries"]
-
-
-def post_patiently(server, body: dict):
-    with server.client(timeout=300) as client:
-        return client.post("/v1/completions", json=body)

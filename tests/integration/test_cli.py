@@ -9,9 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import psutil
@@ -97,6 +100,18 @@ def assert_all_ended(processes: list[psutil.Process], seconds: float = 15) -> No
     assert not alive, [process.cmdline() for process in alive]
 
 
+def until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def directories(pid: int) -> list[Path]:
+    """Of the private Ray of this process: its session's name ends with the pid."""
+    return list(Path(tempfile.gettempdir()).glob(f"raydix-ray-*/session_*_{pid}"))
+
+
 def ask(url: str, **body: object) -> dict:
     response = httpx.post(f"{url}/v1/chat/completions", json={"messages": FRANCE, **body}, timeout=60)
     assert response.status_code == 200, response.text
@@ -116,10 +131,18 @@ def test_serve_three_workers_answers_and_stops_cleanly(start):
     assert example.status_code == 200
 
     processes = server.children()
+    finishing = ThreadPoolExecutor().submit(ask, server.url, temperature=0, max_tokens=40, min_tokens=40)
+    until(lambda: httpx.get(f"{server.url}/ready").json()["stats"]["running"] == 1)
     server.process.send_signal(signal.SIGTERM)
+    until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
+    refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"})
+    assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 0
+    assert "stopping" in refused.json()["error"]["message"]
+    assert finishing.result(60)["usage"]["completion_tokens"] == 40
     assert server.wait(60) == 0
     assert server.log.rstrip().endswith("raydix: stopped")
     assert_all_ended(processes)
+    assert not directories(server.process.pid)
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", server.port)) != 0
 

@@ -13,9 +13,10 @@ import time
 import pytest
 
 from cluster.cli import build_parser, main
+from cluster.cli.application import reachable, startup_error
 from cluster.cli.flags import engine_config, parse_model
 from cluster.cli.output import Timeline, print_table, write_json
-from cluster.cli.serve import check_port_free, reachable, signals_raise, startup_error
+from cluster.cli.serve import check_port_free, signals_raise
 from cluster.config import EngineConfig
 from cluster.errors import ConfigError, EngineDeadError, ModelLoadError, PlacementError, StartupError
 from scheduler.sampling_params import SamplingParams
@@ -128,21 +129,27 @@ def test_taken_port_is_found_before_anything_heavy(capsys):
         check_port_free("203.0.113.1", port)  # an address of nobody (RFC 5737)
 
 
-def test_signals_raise_once_and_are_given_back():
+def test_signals_raise_and_are_given_back():
     class Stop(BaseException):
         pass
 
     before = signal.getsignal(signal.SIGTERM)
-    cleaned = False
     with pytest.raises(Stop), signals_raise(Stop) as take:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as a library would
         take()
-        try:
-            signal.raise_signal(signal.SIGTERM)
-        finally:
-            signal.raise_signal(signal.SIGINT)  # the second does not cut the clean-up short
-            cleaned = True
-    assert cleaned and signal.getsignal(signal.SIGTERM) == before
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_second_signal_ends_the_process_at_once():
+    code = (
+        "import signal; from cluster.cli.serve import StopRequested, signals_raise\n"
+        "with signals_raise(StopRequested):\n"
+        "    try: signal.raise_signal(signal.SIGTERM)\n"
+        "    finally: signal.raise_signal(signal.SIGINT); print('not reached', flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (128 + signal.SIGINT, "")
 
 
 def test_a_signal_that_a_c_function_turned_into_another_error_is_still_the_signal():

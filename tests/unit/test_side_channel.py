@@ -28,6 +28,8 @@ SECRET = b"s" * 16
 
 def message(ids=(5, 9), tokens=(100, -1), finish=(0, 4), cached=(0, 16), errors=None):
     return StepMessage(
+        b"channel",
+        7,
         3,
         np.array(ids, dtype=np.int64),
         np.array(tokens, dtype=np.int32),
@@ -128,7 +130,7 @@ def test_log_probabilities_go_to_their_streams(receivers, sender):
 def test_malformed_log_probabilities(scored, prompts):
     parts = msgpack.unpackb(message().encode(SECRET), strict_map_key=False)
     with pytest.raises(TransportError, match="log probabilities"):
-        StepMessage.decode(msgpack.packb([*parts[:8], scored, prompts]), SECRET)
+        StepMessage.decode(msgpack.packb([*parts[:10], scored, prompts]), SECRET)
 
 
 def good_parts():
@@ -149,8 +151,8 @@ def good_parts():
         message(cached=(-1, 0)).encode(SECRET),
         message(tokens=(1,)).encode(SECRET),
         message(errors={9: 5}).encode(SECRET),
-        *(msgpack.packb([*good_parts()[:at], None, *good_parts()[at + 1 :]]) for at in range(8)),
-        msgpack.packb([*good_parts()[:4], b"abc", *good_parts()[5:]]),
+        *(msgpack.packb([*good_parts()[:at], None, *good_parts()[at + 1 :]]) for at in range(10)),
+        msgpack.packb([*good_parts()[:6], b"abc", *good_parts()[7:]]),
     ],
 )
 def test_anything_else_is_refused(data):

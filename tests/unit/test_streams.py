@@ -32,8 +32,11 @@ class Letters:
 
 
 def step(*entries, errors=None):
+    """For `receive`, which numbers it."""
     ids, tokens, finish = zip(*entries, strict=True)
     return StepMessage(
+        b"channel",
+        0,
         1,
         np.array(ids, dtype=np.int64),
         np.array(tokens, dtype=np.int32),
@@ -55,10 +58,11 @@ def open_group(table, *detokenizers, on_end=lambda stream, last: None, include_s
     return group, ids
 
 
-async def receive(table, *messages):
-    """As the receiving thread does."""
-    for message in messages:
-        await asyncio.to_thread(table.on_message, message)
+async def receive(table, *messages, lost=0):
+    """As the receiving thread does, after `lost` messages that never arrived."""
+    first = table._heard.get(b"channel", 0) + lost
+    for number, message in enumerate(messages, first):
+        await asyncio.to_thread(table.on_message, replace(message, number=number))
     await asyncio.sleep(0)
 
 
@@ -166,6 +170,29 @@ async def test_a_group_that_is_failed_wakes_its_reader(table):
     group.fail(EngineError("too late"))
     with pytest.raises(EngineError, match="too late"):
         await asyncio.wait_for(reader, 5)
+
+
+async def test_after_a_gap_a_stream_takes_nothing_until_it_is_renewed():
+    gaps = []
+    table = StreamTable(asyncio.get_running_loop(), IngressMetrics(), gaps.extend)
+    group, (a, b) = open_group(table, Letters(), Letters())
+    first, second = group.streams
+    await receive(table, step((a, 1, NONE)))
+    await receive(table, step((a, 3, NONE), (b, 7, NONE)), lost=1)
+    assert gaps == [first, second]  # of the second nothing is known: its first token may be what was lost
+    assert (first.tokens, second.tokens) == ([1], [])
+    assert table.renew(first) and table.renew(second)
+    assert first.stream_id not in (a, b) and first.channel is None
+    await receive(table, step((a, 4, NONE), (first.stream_id, 2, LENGTH), (second.stream_id, 6, LENGTH)))
+    assert await read(group) == [(0, Delta("ab", 2, 16, "length")), (1, Delta("f", 1, 16, "length"))]
+    assert (first.tokens, second.tokens) == ([1, 2], [6])
+
+
+async def test_a_stream_whose_last_token_is_here_is_not_renewed(table):
+    group, (a,) = open_group(table, Letters())
+    await receive(table, step((a, 1, LENGTH)))
+    assert not table.renew(group.streams[0])
+    assert await read(group) == [(0, Delta("a", 1, 16, "length"))]
 
 
 async def test_latencies_are_measured_where_tokens_arrive():

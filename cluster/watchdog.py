@@ -1,0 +1,83 @@
+"""`Watchdog`: how long a step may go unanswered before a rank counts as hung."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler.step import StepPlan
+
+# Attention to this many positions costs about what the rest of the model does for a token.
+_ATTENTION_TOKENS = 4096
+_LEAST_WORK = 32.0  # tokens; smaller steps say nothing of what a token costs
+_UNKNOWN_PACE = 0.05  # seconds per token, before any step was measured: a slow CPU
+_SLACK = 10.0  # a step may be so many times slower than those before it
+_FORGET = 0.98  # per measured step: a slow time is forgotten in the end
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A plan that was sent. `work` is tokens; `kind` what steps with the same kernels and sizes have in common."""
+
+    step_id: int
+    sent: float
+    work: float
+    kind: tuple[int, ...]
+
+
+class Watchdog:
+    """Steps in flight, and until when the oldest has time.
+
+    A step has `step_timeout` seconds, and on top of it time in proportion to its work, at a pace learnt from the steps
+    before it. The first of its kind on these ranks has `compile_timeout` more: its kernels may have to be compiled.
+    Times are `time.monotonic()`.
+    """
+
+    def __init__(self, step_timeout: float, compile_timeout: float = 0.0) -> None:
+        self.in_flight: deque[StepInFlight] = deque()  # oldest first
+        self._step_timeout = step_timeout
+        self._compile_timeout = compile_timeout
+        self._pace: float | None = None  # seconds per token of the slower steps lately
+        self._known: set[tuple[int, ...]] = set()
+
+    def sent(self, plan: StepPlan, now: float) -> None:
+        self.in_flight.append(StepInFlight(plan.step_id, now, _work(plan), _kind(plan)))
+
+    def answered(self, now: float, last_progress: float) -> float:
+        """The oldest step has its answer. Returns the seconds that it took, from when it could begin."""
+        step = self.in_flight.popleft()
+        seconds = now - max(step.sent, last_progress)
+        if step.kind in self._known and step.work >= _LEAST_WORK:
+            self._pace = max(seconds / step.work, (self._pace or 0.0) * _FORGET)
+        self._known.add(step.kind)
+        return seconds
+
+    def forget(self) -> None:
+        """The ranks are new: nothing is in flight, and nothing compiled."""
+        self.in_flight.clear()
+        self._known.clear()
+
+    def allowed(self) -> float:
+        """Seconds that the oldest step in flight may take."""
+        step = self.in_flight[0]
+        pace = _UNKNOWN_PACE if self._pace is None else _SLACK * self._pace
+        first = 0.0 if step.kind in self._known else self._compile_timeout
+        return self._step_timeout + pace * step.work + first
+
+
+def _work(plan: StepPlan) -> float:
+    reach = plan.device_len[: plan.num_rows].astype(np.float64)
+    new = reach - plan.cached_len[: plan.num_rows]
+    return plan.num_tokens + float(new @ reach) / _ATTENTION_TOKENS
+
+
+def _kind(plan: StepPlan) -> tuple[int, ...]:
+    return (
+        plan.num_decode > 0,
+        plan.num_rows > plan.num_decode,
+        plan.padded_rows.bit_length(),
+        plan.padded_tokens.bit_length(),
+        int(plan.flags),
+    )

@@ -1,0 +1,98 @@
+"""Streams over HTTP as their clients see them, and ways to break what carries them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import socket
+import stat
+import threading
+
+import pytest
+
+from tests.integration.http_server import Server, events, until
+
+PROMPTS = ["Once upon a time", "The sea is", "A list of animals:\n1.", "def main():"]
+REQUESTS = [
+    {"prompt": PROMPTS[0], "temperature": 0},
+    {"prompt": PROMPTS[1], "temperature": 0.9, "seed": 11},
+    {"prompt": PROMPTS[2], "temperature": 0.8, "seed": 5, "presence_penalty": 0.7, "repetition_penalty": 1.2},
+    {"prompt": PROMPTS[3], "temperature": 0.7, "seed": 6, "stop": ["\n\n\n\n", "zzz"], "logprobs": 2, "echo": True},
+]
+COMMON = {"max_tokens": 80, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+
+
+class Reader(threading.Thread):
+    """Reads one stream to its end."""
+
+    def __init__(self, server: Server, body: dict) -> None:
+        super().__init__(daemon=True)
+        self.chunks: list[dict] = []
+        self.error: Exception | None = None
+        self._server, self._body = server, body
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with (
+                self._server.client(timeout=300) as client,
+                client.stream("POST", "/v1/completions", json=self._body) as response,
+            ):
+                assert response.status_code == 200, response.read()
+                for payload in events(response):
+                    self.chunks.append({} if payload == "[DONE]" else json.loads(payload))
+        except Exception as error:
+            self.error = error
+
+    def result(self) -> dict:
+        """Everything the client can see, without what differs from run to run: ids, times, where chunks end."""
+        self.join(300)
+        assert self.error is None and not self.is_alive(), self.error
+        assert self.chunks[-1] == {}, self.chunks[-1]  # [DONE]
+        choices = [chunk["choices"][0] for chunk in self.chunks[:-1] if chunk["choices"]]
+        scores = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        usage = self.chunks[-2]["usage"] | {"prompt_tokens_details": None}
+        return {
+            "text": "".join(choice["text"] for choice in choices),
+            "finish": [choice["finish_reason"] for choice in choices if choice["finish_reason"]],
+            "tokens": [token for each in scores for token in each["tokens"]],
+            "offsets": [offset for each in scores for offset in each["text_offset"]],
+            "usage": usage,
+        }
+
+
+def start_all(server: Server) -> list[Reader]:
+    return [Reader(server, COMMON | body) for body in REQUESTS]
+
+
+def wait_for_chunks(readers: list[Reader], count: int) -> None:
+    until(lambda: all(len(reader.chunks) >= count or not reader.is_alive() for reader in readers), 60)
+    assert all(reader.is_alive() for reader in readers)
+
+
+PIDFD_GETFD = 438  # the system call's number on every architecture
+
+
+def break_connections(pid: int, directory: str) -> int:
+    """Shut down this process's connections to unix sockets in a directory of such a name. Returns how many."""
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    process = os.pidfd_open(pid)
+    broken = 0
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        copy = call(PIDFD_GETFD, process, int(number), 0)
+        if copy < 0 and ctypes.get_errno() == errno.EPERM:
+            pytest.skip("may not reach into another process's sockets")
+        if copy < 0:
+            continue
+        if not stat.S_ISSOCK(os.fstat(copy).st_mode):
+            os.close(copy)
+            continue
+        with socket.socket(fileno=copy) as connection, contextlib.suppress(OSError):
+            if connection.family == socket.AF_UNIX and directory in str(connection.getpeername()):
+                connection.shutdown(socket.SHUT_RDWR)
+                broken += 1
+    os.close(process)
+    return broken

@@ -1,0 +1,152 @@
+"""Which streams go where when engines die, with a hand-made engine in place of Serve."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+
+from cluster.errors import EngineDeadError, PoisonRequestError, RaydixError, TransportError
+from cluster.recovery import PROGRESS
+from cluster.serve import failover
+from cluster.serve.failover import CONNECTION_LOSSES, Failover, Loss
+
+
+class Stream:
+    """What `Failover` looks at of a stream."""
+
+    def __init__(self, arrived: float) -> None:
+        self.arrived = arrived
+        self.tokens: list[int] = []
+        self.ended = self.complete = False
+        self.error: RaydixError | None = None
+
+    def get_on(self, tokens: int = PROGRESS) -> None:
+        self.tokens += [0] * tokens
+
+    def fail(self, error: RaydixError) -> None:
+        self.error, self.ended = error, True
+
+
+class Engine:
+    """Streams that were sent, until they are lost or end."""
+
+    def __init__(self, timeout: float = 60.0) -> None:
+        self.running: list[Stream] = []
+        self.failover = Failover(timeout, self.running.append, lambda stream, error: stream.fail(error))
+
+    def open(self, count: int) -> list[Stream]:
+        streams = [Stream(float(number)) for number in range(count)]
+        for stream in streams:
+            self.failover.admit(stream)
+        return streams
+
+    async def lose(self, loss: Loss = Loss.DEATH) -> None:
+        """All that run are lost; returns when that was judged."""
+        lost, self.running[:] = [stream for stream in self.running if not stream.ended], []
+        for stream in lost:
+            self.failover.lost(stream, "the engine is gone", loss)
+        await asyncio.sleep(2.5 * failover.GATHER)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failover, "GATHER", 0.01)
+    monkeypatch.setattr(failover, "CHECK", 0.005)
+    monkeypatch.setattr(failover, "FIRST_DELAY", 0.01)
+
+
+async def test_all_streams_of_a_dead_engine_are_sent_again_in_their_order() -> None:
+    engine = Engine()
+    streams = engine.open(3)
+    engine.running.reverse()
+    await engine.lose()
+    assert engine.running == streams and engine.failover.active
+    for stream in streams:
+        stream.get_on(1)
+    await engine.until(lambda: not engine.failover.active)
+    assert not any(stream.error for stream in streams)
+
+
+async def test_a_stream_whose_reader_left_is_not_sent_again() -> None:
+    engine = Engine()
+    gone, kept = engine.open(2)
+    engine.failover.lost(gone, "gone", Loss.DEATH)
+    engine.failover.lost(kept, "gone", Loss.DEATH)
+    gone.ended = True
+    engine.running.clear()
+    await engine.until(lambda: engine.running == [kept])
+
+
+async def test_when_no_engine_comes_all_that_wait_fail_with_one_error() -> None:
+    engine = Engine(timeout=0.1)
+    streams = engine.open(2)
+    await engine.lose()
+    streams += engine.open(1)  # one that came meanwhile
+    await engine.until(lambda: all(stream.error for stream in streams))
+    assert {type(stream.error) for stream in streams} == {EngineDeadError}
+    assert "no other took over within 0.1 s" in str(streams[0].error)
+    await engine.until(lambda: not engine.failover.active)
+
+
+async def test_deaths_between_which_streams_get_on_harm_nobody() -> None:
+    engine = Engine()
+    streams = engine.open(4)
+    for _ in range(6):
+        await engine.lose()
+        assert engine.running == streams
+        for stream in streams:
+            stream.get_on()
+        await engine.until(lambda: not engine.failover.active)
+    assert not any(stream.error for stream in streams)
+
+
+async def test_a_request_that_kills_every_engine_fails_alone() -> None:
+    engine = Engine()
+    streams = engine.open(16)
+    poison, deaths, late = streams[5], 0, []
+    while poison.error is None:
+        assert deaths < 4
+        await engine.until(lambda: poison in engine.running or len(engine.running) == 1)
+        if poison in engine.running:
+            deaths += 1
+            await engine.lose()
+            late += engine.open(1)  # others come while suspects are looked at
+        else:  # a suspect that runs alone
+            engine.running.pop().get_on()
+    assert isinstance(poison.error, PoisonRequestError) and deaths == 3
+    others = [stream for stream in streams + late if stream is not poison]
+    ran: set[Stream] = set()
+
+    def everybody_ran() -> bool:
+        ran.update(engine.running)
+        for stream in engine.running:
+            stream.get_on()
+        engine.running.clear()
+        return ran >= set(late)
+
+    await engine.until(everybody_ran)
+    assert not any(stream.error for stream in others)
+
+
+async def test_a_broken_connection_makes_nobody_suspect_but_not_for_ever() -> None:
+    engine = Engine()
+    (stream,) = engine.open(1)
+    for _ in range(CONNECTION_LOSSES - 1):
+        await engine.lose(Loss.CONNECTION)
+        await engine.until(lambda: engine.running == [stream])
+    stream.get_on(1)
+    await engine.until(lambda: not engine.failover.active)
+    for _ in range(CONNECTION_LOSSES):
+        assert stream.error is None
+        await engine.until(lambda: engine.running == [stream])
+        await engine.lose(Loss.CONNECTION)
+    assert isinstance(stream.error, TransportError)
