@@ -1,17 +1,9 @@
-"""Streams over HTTP as their clients see them, and ways to break what carries them."""
+"""Streams over HTTP as their clients see them."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import errno
 import json
-import os
-import socket
-import stat
 import threading
-
-import pytest
 
 from tests.integration.http_server import Server, events, until
 
@@ -71,28 +63,3 @@ def start_all(server: Server) -> list[Reader]:
 def wait_for_chunks(readers: list[Reader], count: int) -> None:
     until(lambda: all(len(reader.chunks) >= count or not reader.is_alive() for reader in readers), 60)
     assert all(reader.is_alive() for reader in readers)
-
-
-PIDFD_GETFD = 438  # the system call's number on every architecture
-
-
-def break_connections(pid: int, directory: str) -> int:
-    """Shut down this process's connections to unix sockets in a directory of such a name. Returns how many."""
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    process = os.pidfd_open(pid)
-    broken = 0
-    for number in os.listdir(f"/proc/{pid}/fd"):
-        copy = call(PIDFD_GETFD, process, int(number), 0)
-        if copy < 0 and ctypes.get_errno() == errno.EPERM:
-            pytest.skip("may not reach into another process's sockets")
-        if copy < 0:
-            continue
-        if not stat.S_ISSOCK(os.fstat(copy).st_mode):
-            os.close(copy)
-            continue
-        with socket.socket(fileno=copy) as connection, contextlib.suppress(OSError):
-            if connection.family == socket.AF_UNIX and directory in str(connection.getpeername()):
-                connection.shutdown(socket.SHUT_RDWR)
-                broken += 1
-    os.close(process)
-    return broken

@@ -9,7 +9,8 @@ import signal
 import psutil
 import pytest
 
-from tests.chaos.http_streams import COMMON, REQUESTS, Reader, break_connections, start_all, wait_for_chunks
+from tests.chaos.http_streams import COMMON, REQUESTS, Reader, start_all, wait_for_chunks
+from tests.chaos.sockets import break_unix_connections
 from tests.integration.http_server import running_server, until
 
 pytestmark = [pytest.mark.usefixtures("private_ray"), pytest.mark.timeout(600)]
@@ -66,7 +67,7 @@ def test_streams_survive_a_broken_side_channel(server, expected: list[dict]) -> 
     pid = info(server)["driver_pid"]
     readers = start_all(server)
     wait_for_chunks(readers, 10)
-    assert break_connections(pid, "raydix-ingress-") > 0
+    assert break_unix_connections(pid, "raydix-ingress-") > 0
     assert [reader.result() for reader in readers] == expected
     assert info(server)["driver_pid"] == pid
 

@@ -18,6 +18,7 @@ from scheduler.outputs import FinishReason
 from scheduler.sampling_params import SamplingParams
 from tests.chaos.faults import FailOnce, use_runner
 from tests.chaos.load import CONFIG, Load, Pause, report, running
+from tests.chaos.sockets import break_connections_between
 
 pytestmark = [pytest.mark.usefixtures("private_ray"), pytest.mark.timeout(600)]
 
@@ -96,6 +97,18 @@ def test_a_step_that_goes_wrong_on_one_rank(
         assert recovery.starts == 1
         assert how == "die" or f"rank {rank} " in recovery.cause  # a survivor may be heard first
         assert how == "die" or "RuntimeError: forward failed" in recovery.cause
+
+
+def test_a_broken_process_group(tiny_llama: Path, expected: list[list[int]]) -> None:
+    with running(Load(tiny_llama)) as load:
+        load.start()
+        load.wait_for_tokens_everywhere(0.0)
+        pids = [rank.pid for rank in load.engine.info.ranks]
+        assert break_connections_between(*pids) > 0
+        wait_until(lambda: load.failures or load.engine.last_recoveries)
+        load.drain()
+        load.check(expected)
+        assert "failed in phase 'serving'" in load.engine.last_recoveries[0].cause
 
 
 def test_a_rank_that_dies_while_it_starts_again_is_one_more_attempt(

@@ -68,12 +68,16 @@ def until(condition, seconds: float) -> float:
     return time.monotonic() - start
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 @contextmanager
 def running_server(**config: Any) -> Iterator[Server]:
     """Start a server with CONFIG and these settings; take everything down at the end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         serve.run(build_openai_app(CONFIG | config), name="test", route_prefix="/")
