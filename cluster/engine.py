@@ -19,9 +19,11 @@ from cluster.driver import Driver
 from cluster.errors import (
     ConfigError,
     EngineClosedError,
+    EngineDeadError,
     EngineError,
     InvalidRequestError,
     OverloadedError,
+    StartupError,
 )
 from cluster.inproc_group import InprocGroup, cuda_is_available
 from cluster.model_files import resolve_model, served_name
@@ -136,10 +138,10 @@ class Engine:
                 StartBudget(self.config.max_recoveries if self._runtime else 0, self.config.recovery_window),
                 self.config.compile_timeout if device == "cuda" else 0.0,
             )
-        except BaseException:
+        except BaseException as error:
             if self._group is not None:
                 self._group.stop(grace=0.0)
-            self._release_ray()
+            self._release_ray(keep_logs=isinstance(error, StartupError))
             raise
         timeline.finish()
         effective = self.config.model_copy(
@@ -264,7 +266,7 @@ class Engine:
             self._closed = True
         if self._driver is not None:
             self._driver.close()
-        self._release_ray()
+        self._release_ray(keep_logs=isinstance(self.failure, EngineDeadError))
 
     # -- in the driver's thread ------------------------------------------------------------------------------------
 
@@ -327,7 +329,9 @@ class Engine:
         if self._driver.failure is not None:
             raise self._driver.failure
 
-    def _release_ray(self) -> None:
+    def _release_ray(self, keep_logs: bool) -> None:
         if self._runtime is not None:
-            self._runtime.close()
+            logs = self._runtime.close(keep_logs)
             self._runtime = None
+            if logs is not None:
+                logger.error("Ray's logs are kept in %s", logs)

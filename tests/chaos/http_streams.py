@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 
 from tests.integration.http_server import Server, events, until
 
@@ -23,6 +24,7 @@ class Reader(threading.Thread):
     def __init__(self, server: Server, body: dict) -> None:
         super().__init__(daemon=True)
         self.chunks: list[dict] = []
+        self.times: list[float] = []  # `time.monotonic()` of each
         self.error: Exception | None = None
         self._server, self._body = server, body
         self.start()
@@ -36,8 +38,13 @@ class Reader(threading.Thread):
                 assert response.status_code == 200, response.read()
                 for payload in events(response):
                     self.chunks.append({} if payload == "[DONE]" else json.loads(payload))
+                    self.times.append(time.monotonic())
         except Exception as error:
             self.error = error
+
+    def first_after(self, moment: float) -> float | None:
+        """When the first chunk after a moment came."""
+        return next((time for time in list(self.times) if time > moment), None)
 
     def result(self) -> dict:
         """Everything the client can see, without what differs from run to run: ids, times, where chunks end."""

@@ -23,6 +23,7 @@ from scheduler.request import Request
 from scheduler.sampling_params import SamplingParams
 
 VOCAB_SIZE = 101
+TIE = 1e-4
 CONFIG = {
     "device": "cpu",
     "tp_size": 2,
@@ -52,10 +53,13 @@ class Stream:
 class Load:
     """Requests 2n are greedy and 2n + 1 seeded; each starts anew when it ends, until `drain`."""
 
-    def __init__(self, model: Path, count: int = 32, seed: int = 0, **config: object) -> None:
+    def __init__(
+        self, model: Path, count: int = 32, seed: int = 0, lengths: tuple[int, int] = (80, 180), **config: object
+    ) -> None:
         rng = random.Random(seed)
         self.prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(3, 60))] for _ in range(count)]
-        self.lengths = [rng.randrange(80, 180) for _ in range(count)]
+        self.lengths = [rng.randrange(*lengths) for _ in range(count)]
+        self.ties = 0
         self.streams: dict[int, Stream] = {}
         self.failures: list[EngineError] = []
         self.changed = threading.Condition()
@@ -64,9 +68,17 @@ class Load:
         self.engine = Engine(EngineConfig(model=str(model), **(CONFIG | config)), self._on_outputs, self._on_failure)
 
     def request(self, number: int, **sampling: object) -> Request:
-        values = {"temperature": 0.0 if number % 2 == 0 else 1.0, "seed": 1000 + number, "ignore_eos": True}
+        values = {"temperature": self.temperature(number), "seed": self.seed(number), "ignore_eos": True}
         values |= {"max_tokens": self.lengths[number]} | sampling
         return Request(next(self._ids), np.array(self.prompts[number]), SamplingParams(**values))
+
+    @staticmethod
+    def temperature(number: int) -> float:
+        return 0.0 if number % 2 == 0 else 1.0
+
+    @staticmethod
+    def seed(number: int) -> int:
+        return 1000 + number
 
     def submit(self, number: int, **sampling: object) -> Stream:
         request = self.request(number, **sampling)
@@ -88,13 +100,13 @@ class Load:
     def drain(self) -> list[Stream]:
         """Let every stream end. Returns all that ever ran."""
         self._repeat = False
-        self.wait(lambda: all(stream.finish for stream in self.streams.values()), 180)
+        self.wait(lambda: all(stream.finish for stream in self.streams.values()), 600)
         return list(self.streams.values())
 
     def live(self) -> list[Stream]:
         return [stream for stream in list(self.streams.values()) if not stream.finish]
 
-    def wait(self, condition: Callable[[], bool], timeout: float = 180.0) -> None:
+    def wait(self, condition: Callable[[], bool], timeout: float = 300.0) -> None:
         with self.changed:
             assert self.changed.wait_for(condition, timeout), (self.failures, self.engine.recovering)
 
@@ -102,15 +114,32 @@ class Load:
         """Until every prompt's stream has got on since then."""
         numbers = set(range(len(self.prompts)))
         self.wait(
-            lambda: {s.number for s in self.streams.values() if s.times and s.times[-1] > since} >= numbers, timeout=180
+            lambda: {s.number for s in self.streams.values() if s.times and s.times[-1] > since} >= numbers, timeout=600
         )
 
-    def check(self, expected: list[list[int]]) -> int:
-        """Every stream that ended has the undisturbed run's tokens. Returns how many there were."""
+    def check(self, expected: list[list[int]], gap: Callable[..., float] | None = None) -> int:
+        """Every stream that ended has the undisturbed run's tokens. Returns how many there were.
+
+        `gap(prefix, temperature, seed, one, other)`: how far apart two tokens' scores are; where that is at most `TIE`,
+        a first difference is counted in `ties` instead.
+        """
         assert not self.failures, self.failures
         for stream in self.streams.values():
             assert stream.finish == FinishReason.LENGTH, stream
-            assert stream.tokens == expected[stream.number], f"prompt {stream.number} differs"
+            number, wanted = stream.number, expected[stream.number]
+            if stream.tokens == wanted:
+                continue
+            assert gap is not None and len(stream.tokens) == len(wanted), f"prompt {number} differs"
+            at = next(at for at, pair in enumerate(zip(stream.tokens, wanted, strict=True)) if pair[0] != pair[1])
+            apart = gap(
+                self.prompts[number] + wanted[:at],
+                self.temperature(number),
+                self.seed(number),
+                stream.tokens[at],
+                wanted[at],
+            )
+            assert apart <= TIE, f"prompt {number} differs at token {at}, by {apart}"
+            self.ties += 1
         return len(self.streams)
 
     def _on_outputs(self, outputs: StepOutputs) -> None:

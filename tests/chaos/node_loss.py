@@ -6,6 +6,7 @@ node is added. Ranks are fake: they answer at once, and the same for the same re
 
 from __future__ import annotations
 
+import threading
 import time
 
 import ray
@@ -37,9 +38,10 @@ def main() -> None:
     ray.init(address=cluster.address, log_to_driver=False)
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    serve.run(build_openai_app(CONFIG), name="test", route_prefix="/", _blocking=False)
+    app = build_openai_app(CONFIG)
+    threading.Thread(target=lambda: serve.run(app, name="test", route_prefix="/"), daemon=True).start()
+    until(lambda: "test" in serve.status().applications and states("engine").get("STARTING"), 60)
     server = Server(f"http://127.0.0.1:{port}", serve.get_deployment_handle("engine", "test"))
-    until(lambda: states("engine").get("STARTING"), 60)
     time.sleep(3)  # both replicas have been placed on the only node there is
     node = cluster.add_node(num_cpus=2, **STORE)
     until(lambda: ready(server), 90)

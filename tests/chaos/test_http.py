@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import psutil
 import pytest
 
-from tests.chaos.http_streams import COMMON, REQUESTS, Reader, start_all, wait_for_chunks
+from tests.chaos.http_streams import COMMON, PROMPTS, REQUESTS, Reader, start_all, wait_for_chunks
 from tests.chaos.sockets import break_unix_connections
 from tests.integration.http_server import running_server, until
 
@@ -74,3 +75,37 @@ def test_streams_survive_a_broken_side_channel(server, expected: list[dict]) -> 
 
 def recoveries(server) -> int:
     return server.engine.metrics.remote().result(timeout_s=30)["recoveries"]
+
+
+@pytest.mark.full_grid
+def test_kills_of_the_engines_process_under_32_streams(server, record_property) -> None:
+    """Half greedy, half seeded; each starts anew when it ends. Pauses are from the kill to a stream's next chunk."""
+    bodies = [
+        COMMON | {"prompt": PROMPTS[n % 4] * (1 + n // 8), "max_tokens": 60, "seed": n, "temperature": float(n % 2)}
+        for n in range(32)
+    ]
+    cold = info(server)["startup_seconds"]
+    expected = [reader.result() for reader in [Reader(server, body) for body in bodies]]
+    readers = [Reader(server, body) for body in bodies]
+    ended, lines = 0, []
+    for _ in range(5):
+        until(lambda: all(len(r.chunks) > 2 or not r.is_alive() for r in readers), 300)
+        os.kill(info(server)["driver_pid"], signal.SIGKILL)
+        killed = time.monotonic()
+        sent_before = killed + 0.3  # what was on its way
+        until(lambda t=sent_before: all(r.first_after(t) or not r.is_alive() for r in readers), 300)
+        pauses = sorted(r.first_after(sent_before) - killed for r in readers if r.first_after(sent_before))
+        started = info(server)["startup_seconds"]["total"]
+        lines.append(
+            f"{len(pauses)} streams paused {pauses[len(pauses) // 2]:.1f} s (median), {pauses[-1]:.1f} s (worst); "
+            f"the new engine's start took {started:.1f} s of it"
+        )
+        for number, reader in enumerate(readers):
+            if not reader.is_alive():
+                assert reader.result() == expected[number]
+                ended += 1
+                readers[number] = Reader(server, bodies[number])
+    for number, reader in enumerate(readers):
+        assert reader.result() == expected[number]
+        ended += 1
+    print("\n".join([*lines, f"{ended} streams, none differs; cold start of the engine {cold}"]))

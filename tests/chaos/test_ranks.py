@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -14,11 +15,14 @@ import pytest
 
 from cluster.errors import EngineClosedError, EngineDeadError, OverloadedError
 from cluster.llm import LLM
+from cluster.model_files import resolve_model
 from scheduler.outputs import FinishReason
 from scheduler.sampling_params import SamplingParams
 from tests.chaos.faults import FailOnce, use_runner
 from tests.chaos.load import CONFIG, Load, Pause, report, running
 from tests.chaos.sockets import break_connections_between
+from tests.checkpoints import load_reference
+from tests.references import score_gap
 
 pytestmark = [pytest.mark.usefixtures("private_ray"), pytest.mark.timeout(600)]
 
@@ -49,7 +53,7 @@ def disturb(load: Load, number: int, times: int, rng: random.Random) -> list[Pau
             open_streams = load.live()
             killed = time.monotonic()
             os.kill(victim, number)
-        wait_until(lambda done=done: load.failures or len(load.engine.last_recoveries) > done, 120)
+        wait_until(lambda done=done: load.failures or load.engine.metrics()["recoveries"] > done, 300)
         assert not load.failures, load.failures
         recovery = load.engine.last_recoveries[-1]
         load.wait(lambda r=recovery, s=open_streams: all(x.finish or x.times[-1:] > [r.ready] for x in s))
@@ -204,3 +208,21 @@ def test_llm_generate_survives_a_kill(tiny_llama: Path) -> None:
         thread.join(60)
         assert [output.token_ids for output in results] == [output.token_ids for output in undisturbed]
         assert len(llm._engine.last_recoveries) == 1
+
+
+@pytest.mark.full_grid
+@pytest.mark.timeout(2400)
+def test_smollm2_at_tp_3(record_property) -> None:
+    """A difference from the undisturbed run counts only where the two tokens' scores are no tie."""
+    path = resolve_model(None)
+    with running(Load(path, lengths=(24, 48), tp_size=3, page_size=16, num_pages=512)) as load:
+        cold = load.engine.info.startup_seconds
+        expected = load.run_once()
+        pauses = disturb(load, signal.SIGKILL, 20, random.Random(3))
+        load.drain()
+        reference = load_reference(path)
+        streams = load.check(expected, partial(score_gap, reference))
+        assert load.engine.metrics()["recoveries"] == 20
+    table = report(f"SmolLM2, TP 3, kill -9, {streams} streams, {load.ties} ties", pauses, cold)
+    print("\n" + table)
+    record_property("pauses", table)
