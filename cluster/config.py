@@ -65,7 +65,21 @@ class EngineConfig(BaseModel):
         "fcfs", description="who is admitted next; priority: the request's priority, fair_share: by its user"
     )
     max_queued_requests: int = Field(4096, ge=1, description="waiting requests before new ones get 429")
-    integrity_interval: int = Field(0, ge=0, description="check the page invariants every so many steps; 0: never")
+    integrity_interval: int = Field(
+        1000, ge=0, description="every so many steps, check that each KV page has exactly one owner; 0: never"
+    )
+    flight_steps: int = Field(
+        512, ge=0, description="steps that the flight recorder keeps, to be saved on a failure; 0: none"
+    )
+    record_tokens: bool = Field(
+        False,
+        description="flight recorder: keep token ids as well, which raydix replay needs; they are the users' text",
+    )
+    flight_dir: str | None = Field(
+        None,
+        min_length=1,
+        description="where recordings are saved, on the driver's node; default: ~/.cache/raydix/flight",
+    )
     start_timeout: float = Field(
         600.0, gt=0, le=MAX_SECONDS, description="deadline for placement, loading and hand-shake together"
     )

@@ -9,12 +9,14 @@ from collections import deque
 from collections.abc import Callable
 
 from cluster.errors import EngineClosedError, EngineDeadError, EngineError
+from cluster.flight import FlightRecorder, NoRecorder
 from cluster.histogram import STEP_BOUNDS, Histogram
 from cluster.inproc_group import InprocGroup
 from cluster.messages import Pong
 from cluster.recovery import GroupRestart, Recovery, StartBudget, Suspects
 from cluster.watchdog import Watchdog
 from cluster.worker_group import WorkerGroup
+from kvcache import IntegrityError
 from scheduler.outputs import StepOutputs
 from scheduler.scheduler import Scheduler
 from scheduler.step import StepResult
@@ -50,6 +52,7 @@ class Driver:
         on_failure: Callable[[EngineError], None],
         budget: StartBudget | None = None,
         compile_timeout: float = 0.0,
+        recorder: FlightRecorder | NoRecorder | None = None,
     ) -> None:
         self._group = group
         self._scheduler = scheduler
@@ -65,6 +68,7 @@ class Driver:
         self._outputs: list[StepOutputs] = []  # of results that arrived, to be handed out
         self._budget = budget or StartBudget(0, 1.0)
         self._suspects = Suspects()
+        self._recorder = recorder or NoRecorder()
         self._woken = threading.Event()  # for the waits in which the group cannot be polled
         self.steps = 0  # answered so far
         self._closing = False
@@ -73,6 +77,7 @@ class Driver:
         self.failure: EngineError | None = None
         self.recovering: str | None = None  # why the ranks are being started again
         self.recoveries = 0
+        self.integrity_violations = 0
         self.last_recoveries: deque[Recovery] = deque(maxlen=_KEPT_RECOVERIES)
         self.last_progress = time.monotonic()  # when a step or a probe was last answered
 
@@ -105,11 +110,15 @@ class Driver:
             self._end(error)
         except Exception as error:
             logger.exception("the driver loop failed")
-            self._end(EngineDeadError(f"the driver loop failed: {type(error).__name__}: {error}"))
+            failure = EngineDeadError(f"the driver loop failed: {type(error).__name__}: {error}")
+            self._recorder.save(str(failure))
+            self._end(failure)
 
     def _serve(self) -> None:
         while not self._closing:
             self._obey()
+            if self._closing:
+                return
             self._plan()
             self._deliver()
             if not self._in_flight and self._scheduler.has_work and not self._commands and self._suspects.alone is None:
@@ -124,6 +133,7 @@ class Driver:
         if self._suspects.alone is not None:
             self._review_suspects()
         while (plan := self._scheduler.schedule()) is not None:
+            self._recorder.plan(plan)
             self._group.send_plan(plan)
             self._watchdog.sent(plan, time.monotonic())
 
@@ -137,17 +147,30 @@ class Driver:
     def _receive(self, arrived: list[StepResult | tuple[int, Pong]]) -> None:
         for item in arrived:
             if isinstance(item, StepResult):
+                if self._integrity_interval and (self.steps + 1) % self._integrity_interval == 0:
+                    self._check_pages()
                 self._outputs.append(self._scheduler.process(item))
+                self._recorder.result(item)
                 now = time.monotonic()
                 self.step_seconds.observe(self._watchdog.answered(now, self.last_progress))
                 self.last_progress = now
                 self.steps += 1
                 self._budget.step_answered()
-                if self._integrity_interval and self.steps % self._integrity_interval == 0:
-                    self._scheduler.check_integrity()
             elif self._probe is not None and self._probe.answered(*item):
                 self._probe = None
                 self.last_progress = time.monotonic()
+
+    def _check_pages(self) -> None:
+        """Before a result is handed out: whoever may have got wrong K/V ends here, the others start afresh."""
+        try:
+            self._scheduler.check_pages()
+        except IntegrityError as error:
+            self.integrity_violations += 1
+            self._recorder.save(f"integrity violation: {error}")
+            ended = self._scheduler.flush(
+                error.pages, f"the KV cache was found corrupted where this request is ({error}): its text may be wrong"
+            )
+            logger.error("the KV cache is corrupted: %s; it was emptied, and requests %s were ended", error, ended)
 
     def _time_to_wait(self) -> float:
         """Seconds until the watchdog or the next probe is due; sends a probe that is due."""
@@ -182,6 +205,7 @@ class Driver:
             EngineDeadError: the budget has no start left.
         """
         failed, stopped, starts = time.monotonic(), 0.0, 0
+        self._recorder.save(str(failure))
         self.recovering = str(failure)
         self._forget_steps(failure)
         error: Exception = failure
@@ -236,6 +260,7 @@ class Driver:
         self._watchdog.forget()
         self._probe = None
         self._scheduler.recover()
+        self._recorder.restart()
         if poison is not None:
             self._budget.cause_removed()
             self._scheduler.fail_poison(

@@ -6,16 +6,17 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, TimeoutError
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
 from cluster import autoscaler, ray_runtime
 from cluster.config import EngineConfig
 from cluster.driver import Driver
+from cluster.engine_info import EngineInfo
 from cluster.errors import (
     ConfigError,
     EngineClosedError,
@@ -23,15 +24,17 @@ from cluster.errors import (
     EngineError,
     InvalidRequestError,
     OverloadedError,
+    RecordingError,
     StartupError,
 )
+from cluster.flight import NoRecorder
+from cluster.flight.recording import write_into
 from cluster.inproc_group import InprocGroup, cuda_is_available
-from cluster.model_files import resolve_model, served_name
+from cluster.model_files import resolve_model
 from cluster.progress import Progress, no_progress
-from cluster.rank_startup import Whereabouts
 from cluster.recovery import Recovery, StartBudget
 from cluster.request_timings import RequestTimings
-from cluster.settings import group_config, scheduler_config
+from cluster.settings import effective_config, flight_recorder, group_config, scheduler_config
 from cluster.timeline import Timeline
 from cluster.tokenizer import Tokenizer, has_tokenizer
 from cluster.worker_group import WorkerGroup
@@ -41,38 +44,9 @@ from scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-_STATS_TIMEOUT = 5.0
+Answer = TypeVar("Answer")
 
-
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """What the engine turned out to be once it was ready.
-
-    config            the effective settings: nothing that is derived at start-up is open any more
-    ranks             where each rank runs: node, pid, GPU ids; changes with a recovery
-    startup_seconds   seconds of each start-up phase, and their total
-    """
-
-    config: EngineConfig
-    model_path: Path
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    ranks: tuple[Whereabouts, ...]
-    startup_seconds: dict[str, float]
-
-    @property
-    def served_name(self) -> str:
-        return self.config.served_model_name
-
-    @property
-    def max_seq_len(self) -> int:
-        """Longest prompt + output, in tokens."""
-        return self.config.max_seq_len
-
-    @property
-    def num_pages(self) -> int:
-        """Usable KV pages."""
-        return self.config.num_pages
+_ANSWER_TIMEOUT = 5.0
 
 
 class Engine:
@@ -128,6 +102,8 @@ class Engine:
             group = self._group.start(timeline)
             eos = self.tokenizer.eos_token_ids if self.tokenizer else group.eos_token_ids
             self._scheduler = Scheduler(scheduler_config(self.config, group, tuple(eos)))
+            effective = effective_config(self.config, path, device, group)
+            self._recorder = flight_recorder(effective, self._scheduler)
             self._driver = Driver(
                 self._group,
                 self._scheduler,
@@ -137,6 +113,7 @@ class Engine:
                 self._on_failure,
                 StartBudget(self.config.max_recoveries if self._runtime else 0, self.config.recovery_window),
                 self.config.compile_timeout if device == "cuda" else 0.0,
+                self._recorder,
             )
         except BaseException as error:
             if self._group is not None:
@@ -144,16 +121,6 @@ class Engine:
             self._release_ray(keep_logs=isinstance(error, StartupError))
             raise
         timeline.finish()
-        effective = self.config.model_copy(
-            update={
-                "model": str(path),
-                "served_model_name": self.config.served_model_name or served_name(self.config.model),
-                "device": device,
-                "dtype": group.dtype,
-                "num_pages": group.num_pages,
-                "max_seq_len": group.max_seq_len,
-            }
-        )
         self._info = EngineInfo(effective, path, group.vocab_size, tuple(eos), group.ranks, timeline.seconds)
         self._driver.start()
         self._log_start(timeline)
@@ -237,21 +204,42 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters of the scheduler and the transport, as of the driver loop's current turn. Empty once it ended."""
-        if self._driver is None or self._driver.failure is not None:
-            return {}
-        answer: Future[dict[str, Any]] = Future()
-        self._driver.post(lambda: answer.set_result(self._read_stats()))
+        return self._in_driver(self._read_stats) or {}
+
+    def record_flight(self) -> Path:
+        """Save what the flight recorder holds in a new file.
+
+        Raises:
+            RecordingError: the recorder is off, or the file cannot be written. EngineError: the engine does not answer.
+        """
+        if isinstance(self._recorder, NoRecorder):
+            raise RecordingError("the flight recorder is off (flight_steps 0)")
+        recording = self._in_driver(lambda: self._recorder.take("on request"))
+        if recording is None:
+            raise self.failure or EngineError("the engine does not answer")
         try:
-            return answer.result(_STATS_TIMEOUT)
-        except TimeoutError:
-            return {}
+            return write_into(self._recorder.directory, recording)
+        except OSError as error:
+            raise RecordingError(f"cannot write into {self._recorder.directory}: {error.strerror or error}") from error
 
     def metrics(self) -> dict[str, Any]:
         """Totals and histograms of requests and steps since the start, as plain values; see `RequestTimings`."""
         return self._timings.snapshot() | {
             "step_seconds": self._driver.step_seconds.snapshot(),
             "recoveries": self._driver.recoveries,
+            "integrity_violations": self._driver.integrity_violations,
         }
+
+    def _in_driver(self, ask: Callable[[], Answer]) -> Answer | None:
+        """What `ask` says in the driver's thread; None if the driver has ended or does not answer in time."""
+        if self._driver is None or self._driver.failure is not None:
+            return None
+        answer: Future[Answer] = Future()
+        self._driver.post(lambda: answer.set_result(ask()))
+        try:
+            return answer.result(_ANSWER_TIMEOUT)
+        except TimeoutError:
+            return None
 
     @property
     def last_progress(self) -> float:

@@ -91,7 +91,11 @@ class PoisonRequestError(RaydixError):
 
 
 class RecordingError(RaydixError, ValueError):
-    """A file of the flight recorder is damaged, of another version, or lacks what was asked of it."""
+    """A file of the flight recorder is damaged, of another version, or lacks what was asked of it; or none can be
+    made."""
+
+    status = 409
+    type = "recording_error"
 
 
 class OverloadedError(RaydixError):

@@ -5,13 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 from cluster.config import EngineConfig
+from cluster.default_model import default_cache_dir
 from cluster.errors import ConfigError
 from cluster.fake_runner import make_fake_runner
+from cluster.flight import FlightRecorder, NoRecorder
 from cluster.handshake import GroupInfo
+from cluster.model_files import served_name
 from cluster.rank_startup import make_model_runner
 from cluster.worker_group import GroupConfig
 from scheduler.config import SchedulerConfig
+from scheduler.scheduler import Scheduler
 from worker.config import WorkerConfig
+
+# What fresh workers need to be as those that were recorded.
+_RECORDED = (
+    "model", "load_format", "tp_size", "device", "dtype", "page_size", "num_pages", "max_running_requests",
+    "max_seq_len", "max_step_tokens", "kv_layout", "gpu_memory_utilization", "gpus_per_rank",
+)  # fmt: skip
 
 
 def group_config(config: EngineConfig, model_path: Path, device: str, may_grow: bool) -> GroupConfig:
@@ -67,3 +77,25 @@ def scheduler_config(config: EngineConfig, group: GroupInfo, eos_token_ids: tupl
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def effective_config(config: EngineConfig, model_path: Path, device: str, group: GroupInfo) -> EngineConfig:
+    """`config` with nothing left open that was derived at start-up."""
+    derived = {
+        "model": str(model_path),
+        "served_model_name": config.served_model_name or served_name(config.model),
+        "device": device,
+        "dtype": group.dtype,
+        "num_pages": group.num_pages,
+        "max_seq_len": group.max_seq_len,
+    }
+    return config.model_copy(update=derived)
+
+
+def flight_recorder(config: EngineConfig, scheduler: Scheduler) -> FlightRecorder | NoRecorder:
+    """The recorder that the effective settings ask for."""
+    if not config.flight_steps:
+        return NoRecorder()
+    directory = Path(config.flight_dir).expanduser() if config.flight_dir else default_cache_dir() / "flight"
+    engine = {name: getattr(config, name) for name in _RECORDED}
+    return FlightRecorder(scheduler, config.flight_steps, config.record_tokens, engine, directory)

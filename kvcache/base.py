@@ -30,7 +30,14 @@ class CacheError(ValueError):
 
 
 class IntegrityError(RuntimeError):
-    """An invariant of a cache or an allocator does not hold: a bug in the engine, never a user's mistake."""
+    """An invariant of a cache or an allocator does not hold: a bug in the engine, never a user's mistake.
+
+    `pages`: all pages (numbers, int64[n]) that it is about; None: that cannot be told.
+    """
+
+    def __init__(self, message: str, pages: np.ndarray | None = None) -> None:
+        super().__init__(message)
+        self.pages = pages
 
 
 class CacheHandle(NamedTuple):

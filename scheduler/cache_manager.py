@@ -173,31 +173,40 @@ class CacheManager:
         self._quarantine.clear()
 
     def check_integrity(self, reqs: Iterable[Req]) -> None:
-        """R10: every page is in exactly one place, and rows point at the tree's pages where they share.
-
-        `reqs`: all requests that have a row. Raises IntegrityError.
-        """
+        """`check_pages`, and that allocator and tree are sound in themselves: a walk over all nodes."""
         reqs = list(reqs)
-        rows, size = self.rows, self.page_size
         self.allocator.check_integrity()
         self.prefix_cache.check_integrity([req.handle for req in reqs if req.handle.cached_len])
-        owner = np.zeros(self.num_pages, dtype=np.int8)
-        groups = [("free list", self.free_slots), *(("quarantine", pages) for _, pages in self._quarantine)]
+        self.check_pages(reqs)
+
+    def check_pages(self, reqs: Iterable[Req]) -> None:
+        """R10: every page is in exactly one place, and rows point at the tree's pages where they share.
+
+        `reqs`: all requests that have a row. Raises IntegrityError, which names every page at fault.
+        """
+        rows, size = self.rows, self.page_size
+        owners = {"the free list": self.free_slots, "the tree": self.prefix_cache.page_starts()}
+        owners |= {f"the quarantine ({i})": pages for i, (_, pages) in enumerate(self._quarantine)}
+        wrong, what = [], ""
         for req in reqs:
             row, shared = req.table_idx, req.handle.cached_len
             pages = rows.page_table[row, : rows.num_pages(row)]
-            groups.append((f"row {row} (request {req.request_id})", pages[shared // size :]))
-            match = self.prefix_cache.match_prefix(rows.tokens[row, :shared])  # a locked path: no trace is left
-            if match.handle.cached_len != shared or (match.indices[::size] != pages[: shared // size]).any():
-                raise IntegrityError(f"row {row} and the tree disagree on the pages of its first {shared} tokens")
-        groups.append(("tree", self.prefix_cache.page_starts()))
-        for name, starts in groups:
-            pages = starts // size
-            if owner[pages].any():
-                raise IntegrityError(f"{name}: page {int(pages[owner[pages] > 0][0])} has another owner as well")
-            np.add.at(owner, pages, 1)
-            if (owner[pages] > 1).any():
-                raise IntegrityError(f"{name} holds page {int(pages[owner[pages] > 1][0])} twice")
-        if not owner.all():
-            lost = np.flatnonzero(owner == 0)
-            raise IntegrityError(f"{len(lost)} pages have no owner, the first is {int(lost[0])}")
+            owners[f"row {row} (request {req.request_id})"] = pages[shared // size :]
+            if shared:
+                match = self.prefix_cache.match_prefix(rows.tokens[row, :shared])  # a locked path: no trace is left
+                if match.handle.cached_len != shared or (match.indices[::size] != pages[: shared // size]).any():
+                    what = what or f"row {row} and the tree disagree on the pages of its first {shared} tokens"
+                    wrong += [pages[: shared // size], match.indices[::size]]
+        try:
+            counts = np.bincount(np.concatenate(list(owners.values())) // size, minlength=self.num_pages)
+        except ValueError as error:
+            raise IntegrityError(f"a page before the first one is named: {error}") from error
+        if len(counts) > self.num_pages:
+            raise IntegrityError(f"page {len(counts) - 1} is named, beyond the pool of {self.num_pages}")
+        if (counts != 1).any():
+            page = int(np.flatnonzero(counts != 1)[0])
+            places = [name for name, starts in owners.items() for start in starts if start // size == page]
+            what = what or f"page {page} must be in one place, it is in {' and '.join(places) or 'none'}"
+            wrong.append(np.flatnonzero(counts != 1) * size)
+        if wrong:
+            raise IntegrityError(what, np.unique(np.concatenate(wrong) // size).astype(np.int64))

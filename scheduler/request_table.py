@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from scheduler.cache_manager import CacheManager
 from scheduler.decode import DecodeBatch
 from scheduler.outputs import FinishReason, StepOutputs
@@ -79,6 +81,17 @@ class RequestTable:
             self._errors[req.request_id] = error
         self._stop_planning(req)
         self._end_without_result(req, reason)
+
+    def end_holders(self, pages: np.ndarray | None, reason: str) -> list[int]:
+        """End with ERROR the requests whose rows hold one of these pages (numbers; None: all that have a row)."""
+        ended = []
+        for req in list(self.unfinished.values()):
+            if req.table_idx >= 0:
+                held = self._rows.page_table[req.table_idx, : self._rows.num_pages(req.table_idx)]
+                if pages is None or np.isin(held // self._rows.page_size, pages).any():
+                    self.withdraw(req, FinishReason.ERROR, reason)
+                    ended.append(req.request_id)
+        return ended
 
     def close(self, req: Req) -> None:
         """A request is over; its row, if it has one, leaves when its last plan has returned."""

@@ -22,6 +22,7 @@ class InFlight(NamedTuple):
     rows: np.ndarray  # rows sampled, in the order of the result's tokens
     positions: np.ndarray  # the sampled tokens' positions
     unsampled: list[int]  # rows that end with this step without a token (max_tokens 0)
+    dropped: bool = False  # its result means nothing any more
 
     @classmethod
     def of_plan(cls, step_id: int, plan: StepPlan, unsampled: list[int]) -> InFlight:

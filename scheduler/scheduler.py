@@ -14,7 +14,6 @@ early keeps its pages until the last plan that uses it has returned (R7).
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,25 +29,9 @@ from scheduler.request import Req, ReqState, Request, check_request
 from scheduler.request_table import RequestTable
 from scheduler.results import InFlight, apply_result
 from scheduler.row_state import RowState
-from scheduler.snapshot import LiveRow
+from scheduler.snapshot import LiveRow, look_at_rows
+from scheduler.stats import SchedulerStats
 from scheduler.step import StepFormatError, StepPlan, StepResult
-
-
-@dataclass(frozen=True)
-class SchedulerStats:
-    """A snapshot of load, memory and totals since the start. Pages unless they say tokens."""
-
-    running: int
-    waiting: int
-    free_pages: int
-    total_pages: int
-    cached_pages: int
-    evictable_pages: int  # of the cached: in use by nobody
-    prefilled_tokens: int  # input tokens computed in prefill
-    cached_tokens: int  # input tokens served from the prefix cache instead
-    preemptions: int
-    steps: int
-    in_flight: int
 
 
 class Scheduler:
@@ -225,6 +208,8 @@ class Scheduler:
             )
         self._in_flight.popleft()
         self._returned = step.step_id
+        if step.dropped:
+            return StepOutputs.of_finished([], step_id=step.step_id)
         scores = self._prompt_scores
         if result.scores is not None or scores.complete:
             scores.record(result.scores, self._table.by_row, self.rows)
@@ -244,6 +229,18 @@ class Scheduler:
         self._in_flight.clear()
         self._returned = self._planned
         self._table.recover()
+
+    def flush(self, pages: np.ndarray | None, reason: str) -> list[int]:
+        """The pages cannot be trusted: forget all K/V. The workers live, so results of plans in flight still come; they
+        are dropped.
+
+        Requests that hold one of `pages` (numbers; None: all that have a row) end with ERROR and this message, the
+        others wait again as after `recover`. Returns the ids of those that ended.
+        """
+        ended = self._table.end_holders(pages, reason)
+        self._in_flight = deque(step._replace(dropped=True) for step in self._in_flight)
+        self._table.recover()
+        return ended
 
     def run_only(self, request_id: int | None) -> None:
         """Let only this request run; the others, new ones too, wait with what they have. None: all run again.
@@ -267,7 +264,7 @@ class Scheduler:
 
     def live_rows(self, with_tokens: bool) -> list[LiveRow]:
         """Copies of all rows as the plans so far leave them, for a snapshot."""
-        return [LiveRow.of(req, with_tokens) for req in self._table.with_row()]
+        return look_at_rows(self._table.with_row(), self.rows, with_tokens)
 
     def known_tokens(self, rows: list[int]) -> dict[int, np.ndarray]:
         """Copies of the tokens that the driver knows of these rows: int32[n] each."""
@@ -302,5 +299,9 @@ class Scheduler:
         )
 
     def check_integrity(self) -> None:
-        """R10: raises IntegrityError unless every page has exactly one owner. Cost grows with the pool."""
+        """R10, and that allocator and tree are sound in themselves: raises IntegrityError. For tests: it walks all."""
         self.cache.check_integrity(self._table.with_row())
+
+    def check_pages(self) -> None:
+        """R10: raises IntegrityError unless every page has exactly one owner. Cost grows with the pool."""
+        self.cache.check_pages(self._table.with_row())

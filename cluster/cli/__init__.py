@@ -36,11 +36,11 @@ def fail(error: Exception, code: int) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; each sets `run`, a function from the parsed arguments to an exit code."""
-    from cluster.cli import bench, doctor, generate, serve, simulate, status, validate
+    from cluster.cli import bench, doctor, generate, replay, serve, simulate, status, validate
 
     parser = argparse.ArgumentParser(prog="raydix", description="Tensor-parallel LLM serving on Ray.")
     parser.add_argument("--version", action="version", version=f"raydix {version('raydix')}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (serve, generate, bench, simulate, validate, doctor, status):
+    for command in (serve, generate, bench, simulate, validate, doctor, status, replay):
         command.add_parser(commands)
     return parser

@@ -6,18 +6,22 @@ its steps can be run again; when the younger one is full, the older one goes and
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cluster.flight.recording import RecordedStep, Recording, strip_tokens
+from cluster.flight.recording import RecordedStep, Recording, strip_tokens, write_into
 from scheduler.scheduler import Scheduler
 from scheduler.snapshot import LiveRow
 from scheduler.step import S, StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
 
 MAX_WORDS = 16 << 20
 """Of all plans and prompts in the ring, int32: what bounds it where steps are long."""
@@ -33,6 +37,15 @@ class _Segment:
         self.words = 0
 
 
+class NoRecorder:
+    """A recorder that is switched off."""
+
+    def restart(self) -> None: ...
+    def plan(self, plan: StepPlan) -> None: ...
+    def result(self, result: StepResult) -> None: ...
+    def save(self, reason: str) -> None: ...
+
+
 class FlightRecorder:
     """Records what the driver sends and gets. One thread owns it, the scheduler's.
 
@@ -40,16 +53,18 @@ class FlightRecorder:
         steps: the ring holds the last `steps` or somewhat fewer, at least half of them; 8 at least.
         with_tokens: also prompts and sampled tokens, without which a recording shows shapes, slots and times only.
         engine: settings of `EngineConfig` that fresh workers need, as plain values.
+        directory: where `save` makes its files.
     """
 
     def __init__(
-        self, scheduler: Scheduler, steps: int, with_tokens: bool, engine: dict[str, Any],
+        self, scheduler: Scheduler, steps: int, with_tokens: bool, engine: dict[str, Any], directory: Path,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._scheduler = scheduler
         self._half = max(steps // 2, _SHORTEST)
         self._with_tokens = with_tokens
         self._engine = engine
+        self.directory = directory
         self._clock = clock
         self._unanswered: deque[RecordedStep] = deque()
         self.restart()
@@ -95,6 +110,16 @@ class FlightRecorder:
         steps = [step for segment in segments for step in segment.steps]
         created = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         return Recording(reason, created, self._with_tokens, self._engine, segments[0].rows, steps)
+
+    def save(self, reason: str) -> None:
+        """Write a file, if there is anything to write. A failure to do so is logged: there is one already."""
+        recording = self.take(reason)
+        if recording.steps:
+            try:
+                path = write_into(self.directory, recording)
+                logger.warning("the last %d steps are in %s", len(recording.steps), path)
+            except Exception:
+                logger.exception("the last steps could not be saved")
 
     def _complete(self, rows: list[LiveRow], plan: StepPlan, tokens: np.ndarray) -> None:
         by_row = {row.row: row for row in rows}

@@ -95,7 +95,7 @@ class Recording:
             file.write(words.data)
 
     def _make_snapshot(self) -> None:
-        if not self.steps:
+        if not self.steps or self.snapshot or self.broken is not None:
             return
         first, size = self.steps[0].plan.step_id, self.engine["page_size"]
         try:

@@ -42,6 +42,7 @@ LAST_TOKENS_GRACE = 2.0  # seconds between the end of a call and its last tokens
 STATUS_TIMEOUT = 2.0
 DRAIN_CHECK = 0.05
 LAST_EVENTS_GRACE = 3.0  # seconds for clients to take the error that ends their stream
+RECORDING_TIMEOUT = 30.0
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,13 @@ class EngineClient:
         """The engine's status. Raises EngineError as `_ask` does."""
         return await self._ask("status")
 
+    async def record_flight(self) -> dict[str, Any]:
+        """Where the flight recorder's file is: {"node_ip", "file"}. Raises RecordingError, or EngineError as `_ask`."""
+        answer = await self._ask("record_flight", RECORDING_TIMEOUT)
+        if "error" in answer:
+            raise from_wire(answer["error"])
+        return answer
+
     async def engine_metrics(self) -> dict[str, Any] | None:
         """See `EngineDeployment.metrics`; None if it does not answer or has failed."""
         try:
@@ -169,16 +177,16 @@ class EngineClient:
         except RaydixError:
             return None
 
-    async def _ask(self, method: str) -> dict[str, Any]:
+    async def _ask(self, method: str, timeout: float = STATUS_TIMEOUT) -> dict[str, Any]:
         """The answer of a method of the engine deployment without arguments.
 
         Raises:
-            EngineError: it does not answer within STATUS_TIMEOUT seconds, or is gone.
+            EngineError: it does not answer within `timeout` seconds, or is gone.
         """
         try:
-            return await asyncio.wait_for(getattr(self._handle, method).remote(), STATUS_TIMEOUT)
+            return await asyncio.wait_for(getattr(self._handle, method).remote(), timeout)
         except asyncio.TimeoutError:
-            raise EngineError(f"the engine does not answer within {STATUS_TIMEOUT:g} s") from None
+            raise EngineError(f"the engine does not answer within {timeout:g} s") from None
         except Exception as error:
             raise engine_error(error) from error
 

@@ -112,6 +112,14 @@ class EngineDeployment:
             raise self._engine.failure or EngineError("the engine does not answer")
         return stats | self._engine.metrics()
 
+    async def record_flight(self) -> dict[str, Any]:
+        """Save what the flight recorder holds. Returns {"node_ip", "file"} or {"error": see `errors.to_wire`}."""
+        try:
+            path = await asyncio.to_thread(self._engine.record_flight)
+        except RaydixError as error:
+            return {"error": to_wire(error)}
+        return {"node_ip": ray.util.get_node_ip_address(), "file": str(path)}
+
     async def info(self) -> dict[str, Any]:
         """The effective settings under their names in `EngineConfig`, and what an ingress must know of the model."""
         info = self._engine.info

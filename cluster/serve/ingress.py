@@ -177,6 +177,11 @@ class Ingress:
         text = render(service.model, service.engine.metrics, await service.engine.engine_metrics())
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
+    @app.post("/flight_record")
+    async def flight_record(self) -> dict[str, Any]:
+        """Save the engine's last steps, on its node."""
+        return await self._ready_service().engine.record_flight()
+
     @app.get("/version")
     async def version(self) -> dict[str, str]:
         return {"version": VERSION}

@@ -30,6 +30,7 @@ _COUNTERS = (
     ("prefix_cache_hits", "Input tokens that came from the prefix cache.", "cached_tokens"),
     ("num_preemptions", "Requests that had to give their row back.", "preemptions"),
     ("recoveries", "Times the ranks were replaced while requests were running.", "recoveries"),
+    ("integrity_violations", "Times the KV cache was found corrupted, and emptied.", "integrity_violations"),
     ("steps", "Steps planned.", "steps"),
 )
 _ENGINE_HISTOGRAMS = (

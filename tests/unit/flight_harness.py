@@ -26,7 +26,7 @@ class RecordedHarness(Harness):
         with_tokens: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(config, model, late=late)
-        self.recorder = FlightRecorder(self.scheduler, steps, with_tokens, engine_of(config))
+        self.recorder = FlightRecorder(self.scheduler, steps, with_tokens, engine_of(config), Path())
 
     def plan(self) -> StepPlan | None:
         plan = super().plan()
