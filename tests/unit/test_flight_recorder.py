@@ -120,7 +120,7 @@ def run_machine(directory: Path, how: settings) -> None:
 
 
 def test_recordings_at_any_moment_of_anything_run_again(tmp_path: Path) -> None:
-    run_machine(tmp_path, settings(CI, max_examples=25))
+    run_machine(tmp_path, settings(CI, max_examples=15))
 
 
 @pytest.mark.full_grid
