@@ -123,7 +123,7 @@ class Engine:
         timeline.finish()
         self._info = EngineInfo(effective, path, group.vocab_size, tuple(eos), group.ranks, timeline.seconds)
         self._driver.start()
-        self._log_start(timeline)
+        logger.info("ready: %s\n%s", timeline, self._info)
         return self.info
 
     @property
@@ -217,10 +217,7 @@ class Engine:
         recording = self._in_driver(lambda: self._recorder.take("on request"))
         if recording is None:
             raise self.failure or EngineError("the engine does not answer")
-        try:
-            return write_into(self._recorder.directory, recording)
-        except OSError as error:
-            raise RecordingError(f"cannot write into {self._recorder.directory}: {error.strerror or error}") from error
+        return write_into(self._recorder.directory, recording)
 
     def metrics(self) -> dict[str, Any]:
         """Totals and histograms of requests and steps since the start, as plain values; see `RequestTimings`."""
@@ -293,23 +290,6 @@ class Engine:
             logger.warning("no text, token ids only: %s has no tokenizer", path)
             return None
         return Tokenizer(path)
-
-    def _log_start(self, timeline: Timeline) -> None:
-        logger.info("ready: %s", timeline)
-        settings = self.info.config.model_dump()
-        logger.info("settings: %s", ", ".join(f"{name}={value}" for name, value in settings.items()))
-        for number, rank in enumerate(self.info.ranks):
-            where = f"GPU {','.join(rank.gpu_ids)}" if rank.gpu_ids else "CPU"
-            logger.info("rank %d: node %s, pid %d, %s", number, rank.node_ip, rank.pid, where)
-
-    @property
-    def _room(self) -> int:
-        """Requests that may be unfinished at a time."""
-        return self.config.max_running_requests + self.config.max_queued_requests
-
-    def _add(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self._scheduler.add(request)
 
     def _check_serving(self) -> None:
         if self._closed or self._driver is None:

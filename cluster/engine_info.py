@@ -38,3 +38,11 @@ class EngineInfo:
     def num_pages(self) -> int:
         """Usable KV pages."""
         return self.config.num_pages
+
+    def __str__(self) -> str:
+        settings = self.config.model_dump()
+        lines = ["settings: " + ", ".join(f"{name}={value}" for name, value in settings.items())]
+        for number, rank in enumerate(self.ranks):
+            where = f"GPU {','.join(rank.gpu_ids)}" if rank.gpu_ids else "CPU"
+            lines.append(f"rank {number}: node {rank.node_ip}, pid {rank.pid}, {where}")
+        return "\n".join(lines)

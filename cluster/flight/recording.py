@@ -27,7 +27,7 @@ MAGIC = b"RDXFLT"
 FORMAT = 1
 _PREAMBLE = struct.Struct("<6sHII")
 KEPT_FILES = 16
-"""Recordings of failures in one directory; the oldest go."""
+"""Recordings in one directory; the oldest go."""
 
 
 class RecordedStep:
@@ -176,11 +176,14 @@ def _parse(data: bytes) -> Recording:
 
 
 def write_into(directory: Path, recording: Recording) -> Path:
-    """A new file for `recording`; the oldest of more than `KEPT_FILES` go. Raises OSError."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """A new file for `recording`; the oldest of more than `KEPT_FILES` go. Raises RecordingError."""
     stamp = recording.created.replace(":", "").replace("-", "").partition("+")[0]
     path = directory / f"flight-{stamp}-{os.getpid()}.rdx"
-    recording.write(path)
-    for old in sorted(directory.glob("flight-*.rdx"))[:-KEPT_FILES]:
-        old.unlink(missing_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        recording.write(path)
+        for old in sorted(directory.glob("flight-*.rdx"))[:-KEPT_FILES]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        raise RecordingError(f"cannot write into {directory}: {error.strerror or error}") from error
     return path
