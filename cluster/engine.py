@@ -291,6 +291,15 @@ class Engine:
             return None
         return Tokenizer(path)
 
+    @property
+    def _room(self) -> int:
+        """Requests that may be unfinished at a time."""
+        return self.config.max_running_requests + self.config.max_queued_requests
+
+    def _add(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._scheduler.add(request)
+
     def _check_serving(self) -> None:
         if self._closed or self._driver is None:
             raise EngineClosedError("the engine is not running")
