@@ -16,14 +16,22 @@ from pathlib import Path
 
 IPC_PREFIX = "raydix-"
 _LOCK = "lock"
+_SHORT = "/tmp"
+_LONGEST_SOCKET = 107  # bytes of a unix socket's path
+_RANDOM = 8  # characters that mkdtemp adds
 
 
 class IpcDirectory:
-    """A directory that only this user may enter; `close` removes it, and so does an orderly end of the process."""
+    """A directory that only this user may enter; `close` removes it, and so does an orderly end of the process.
 
-    def __init__(self, prefix: str = IPC_PREFIX) -> None:
+    It lies in the temporary directory, or in /tmp where that one's name is too long for sockets: `below` is the length
+    of their longest path below the new directory.
+    """
+
+    def __init__(self, prefix: str = IPC_PREFIX, below: int = 20) -> None:
         remove_abandoned()
-        self.path = Path(tempfile.mkdtemp(prefix=prefix))
+        fits = len(tempfile.gettempdir()) + len(prefix) + _RANDOM + 2 + below <= _LONGEST_SOCKET
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=None if fits else _SHORT))
         # the name appears with the lock held, so that nobody takes a new directory for an abandoned one
         lock = os.open(self.path / f"{_LOCK}.new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -48,7 +56,7 @@ def _remove(path: Path, lock: int) -> None:
 
 def remove_abandoned() -> None:
     """Remove this user's directories whose processes are gone."""
-    for directory in Path(tempfile.gettempdir()).glob(f"{IPC_PREFIX}*"):
+    for directory in [path for place in {tempfile.gettempdir(), _SHORT} for path in Path(place).glob(f"{IPC_PREFIX}*")]:
         with contextlib.suppress(OSError):  # another user's, or no such directory any more
             if directory.is_dir() and not directory.is_symlink() and directory.stat().st_uid == os.getuid():
                 _remove_if_abandoned(directory)

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 PRIVATE_OBJECT_STORE_BYTES = 256 << 20
 _PROBE_TIMEOUT = 3.0
 _CLOSE_TIMEOUT = 30.0
+_SOCKET_BELOW = len("session_2026-11-30_00-00-00_000000_4194304/sockets/plasma_store")
 _VITAL = ("gcs_server", "raylet")  # processes without which a private Ray answers nothing, not even with an error
 
 
@@ -87,7 +88,7 @@ def connect(address: str, min_cpus: int, may_start: bool = True) -> RayRuntime:
     cpus = max(os.cpu_count() or 1, min_cpus)
     if cpus > (os.cpu_count() or 1):
         logger.info("the private Ray offers %d CPUs on %d cores", cpus, os.cpu_count())
-    directory = IpcDirectory("raydix-ray-")
+    directory = IpcDirectory("raydix-ray-", below=_SOCKET_BELOW)
     ray.init(
         address="local",
         num_cpus=cpus,

@@ -7,14 +7,13 @@ import signal
 import threading
 import time
 
-import httpx
 import psutil
 import pytest
 from ray import serve
 
 from cluster.serve import build_openai_app
 from tests.chaos.http_streams import COMMON, REQUESTS, Reader, start_all, wait_for_chunks
-from tests.integration.http_server import CONFIG, running_server, until
+from tests.integration.http_server import CONFIG, Server, running_server, until
 from tests.integration.test_cli import ServeProcess, assert_all_ended, directories
 
 pytestmark = [pytest.mark.full_grid, pytest.mark.timeout(900)]
@@ -74,10 +73,9 @@ class TestCommand:
         return server, server.children()
 
     def stream(self, server: ServeProcess) -> None:
-        """Opens a long stream and leaves it open."""
-        client = httpx.Client(base_url=server.url, timeout=60)
+        """Opens a long stream."""
         body = {"prompt": "x", "stream": True, "max_tokens": 1500, "min_tokens": 1500}
-        next(client.stream("POST", "/v1/completions", json=body).__enter__().iter_lines())
+        wait_for_chunks([Reader(Server(server.url, None), body)], 2)
 
     def test_a_second_signal_ends_it_at_once(self, processes: list[ServeProcess]) -> None:
         server, children = self.start(processes)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -14,10 +16,11 @@ OWNER = "import sys\nfrom cluster.ipc_directory import IpcDirectory\nd = IpcDire
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    yield tmp_path
+def temporary(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:  # pytest's own are too long for sockets
+        monkeypatch.setenv("TMPDIR", place)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield Path(place)
     tempfile.tempdir = None
 
 
@@ -49,3 +52,14 @@ def test_the_next_process_removes_what_a_killed_one_left(temporary):
         for process in (killed, alive):
             process.kill()
             process.wait(10)
+
+
+def test_where_the_temporary_directory_is_too_deep_for_sockets(monkeypatch):
+    deep = tempfile.mkdtemp(prefix="a" * 40)
+    monkeypatch.setenv("TMPDIR", deep)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    short, long = IpcDirectory(), IpcDirectory(below=60)
+    assert (str(short.path.parent), str(long.path.parent)) == (deep, "/tmp")
+    short.close()
+    long.close()
+    os.rmdir(deep)
