@@ -11,8 +11,8 @@
     |   |-- StartupError          the group did not come up: says rank, phase and cause
     |   |   `-- PlacementError    the cluster cannot hold the group: says what was asked and what is there
     |   |-- EngineDeadError       a rank died or hung; the request cannot be finished   (HTTP 503)
-    |   `-- EngineClosedError     the engine was shut down   (HTTP 503)
-    |       `-- DrainingError     the server is stopping: no new requests   (HTTP 503)
+    |   |-- EngineClosedError     the engine was shut down   (HTTP 503)
+    |   `-- NotReadyError         the server is starting or stopping: no requests now   (HTTP 503)
     |-- PoisonRequestError        ranks fail whenever this request runs; it alone was given up   (HTTP 500)
     |-- RecordingError            a recording of the flight recorder cannot be read or run
     |-- OverloadedError           the queue is full   (HTTP 429)
@@ -78,8 +78,8 @@ class EngineClosedError(EngineError):
     """The engine was shut down."""
 
 
-class DrainingError(EngineClosedError):
-    """The server finishes what it has and takes no new requests; try again after `retry_after` seconds, elsewhere."""
+class NotReadyError(EngineError):
+    """The server takes no requests yet, or none any more; try again after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: int = 5) -> None:
         super().__init__(message)

@@ -10,6 +10,13 @@ import psutil
 _TIMEOUT = 10.0
 
 
+def kill_descendants() -> None:
+    """Kill every process that this one has started, and those that they have: a private Ray with all its workers."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
 def end_ray_workers(pids: Iterable[int], grace: float) -> None:
     """Wait `grace` seconds for these Ray workers to end, then kill the rest; returns when they are gone.
 

@@ -18,6 +18,7 @@ from cluster.cli.flags import add_engine_flags, engine_config
 from cluster.cli.output import Timeline
 from cluster.config import EngineConfig
 from cluster.errors import ConfigError, EngineError
+from cluster.local_processes import kill_descendants
 
 
 def add_parser(commands: Any) -> None:
@@ -93,6 +94,7 @@ def signals_raise(error: type[BaseException]) -> Iterator[Callable[[], None]]:
     def handle(number: int, frame: Any) -> None:
         nonlocal arrived
         if arrived:
+            kill_descendants()  # Ray's agents would outlive it for a minute
             os._exit(128 + number)
         arrived = True
         raise error

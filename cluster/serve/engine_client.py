@@ -20,9 +20,9 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from cluster.config import EngineConfig
 from cluster.detokenizer import IncrementalDetokenizer
 from cluster.errors import (
-    DrainingError,
     EngineClosedError,
     EngineError,
+    NotReadyError,
     OverloadedError,
     RaydixError,
     TransportError,
@@ -72,6 +72,7 @@ class _Call:
     sampling: SamplingParams
     options: GroupOptions
     response: DeploymentResponse | None = None
+    starts: int = 0
     # of the HTTP request: Serve cancels the calls that are made in it when the client leaves
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
 
@@ -101,11 +102,11 @@ class EngineClient:
         The caller closes the group with `close_group`.
 
         Raises:
-            DrainingError: since `drain` was called.
+            NotReadyError: since `drain` was called.
             OverloadedError: the engine is gone, and as many streams as it takes wait for another already.
         """
         if self.draining:
-            raise DrainingError("the server is stopping and takes no new requests")
+            raise NotReadyError("the server is stopping and takes no new requests")
         if self._failover.active and len(self._table) + len(requests) > self._room:
             raise OverloadedError(
                 f"the engine's process is gone, and {len(self._table)} requests wait for another already"
@@ -217,6 +218,7 @@ class EngineClient:
         sampling = call.sampling
         if stream.tokens and sampling.prompt_logprobs is not None:  # they came with the first token
             sampling = sampling.model_copy(update={"prompt_logprobs": None})
+        call.starts += 1
         call.response = self._handle.generate.remote(
             self._receiver.address,
             stream.stream_id,
@@ -254,7 +256,7 @@ class EngineClient:
         error = from_wire(reply["error"]) if "error" in reply else None
         if isinstance(error, TransportError):
             self._lose(stream, str(error), Loss.CONNECTION)
-        elif isinstance(error, EngineClosedError):
+        elif isinstance(error, EngineClosedError) or (isinstance(error, OverloadedError) and call.starts > 1):
             self._lose(stream, str(error), Loss.CLOSED)
         elif error is not None:
             stream.engine_ended = True
@@ -282,6 +284,7 @@ class EngineClient:
         if call.response is not None:
             call.response, before = None, call.response
             before.cancel()
+        self.metrics.resubmitted += 1
         self._failover.lost(stream, cause, loss)
 
     def _fail(self, stream: TokenStream, error: RaydixError) -> None:

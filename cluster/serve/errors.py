@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from cluster import errors
-from cluster.errors import DrainingError, InvalidRequestError, OverloadedError, RaydixError
+from cluster.errors import InvalidRequestError, NotReadyError, OverloadedError, RaydixError
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def problem_of(error: BaseException) -> Problem:
     """The answer to `error`. An error nobody foresaw is logged with its trace and answered without details."""
     if isinstance(error, RaydixError):
         headers = {}
-        if isinstance(error, OverloadedError | DrainingError):
+        if isinstance(error, OverloadedError | NotReadyError):
             headers["Retry-After"] = str(error.retry_after)
         elif isinstance(error, AuthenticationError):
             headers["WWW-Authenticate"] = "Bearer"

@@ -20,7 +20,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 
 from cluster.config import EngineConfig
-from cluster.errors import DrainingError, EngineError, RaydixError
+from cluster.errors import EngineError, NotReadyError, RaydixError
 from cluster.serve.answers import ChatCompletion, Completion, Detokenized, ModelCard, ModelList, Tokenized
 from cluster.serve.chat import chat_completion
 from cluster.serve.completions import completion
@@ -122,7 +122,7 @@ class Ingress:
         if self._failure is not None:
             raise EngineError(f"the server cannot start: {self._failure}")
         if self._service is None:
-            raise EngineError("the model is still loading; try again later")
+            raise NotReadyError("the model is still loading; try again later")
         return self._service
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion)
@@ -164,7 +164,7 @@ class Ingress:
         """200 while steps finish (an idle engine probes its ranks), else 503 with the reason."""
         engine = self._ready_service().engine
         if engine.draining:
-            raise DrainingError("the server is stopping")
+            raise NotReadyError("the server is stopping")
         status = await engine.status()
         problem = status["failure"] or status["stalled"]
         if problem is not None:

@@ -49,6 +49,7 @@ class IngressMetrics:
         self.between_tokens = Histogram(TOKEN_BOUNDS)
         self.end_to_end = Histogram(REQUEST_BOUNDS)
         self.finished: Counter[str] = Counter()
+        self.resubmitted = 0  # times that a stream was sent to an engine again
 
     def tokens(self, first: list[float], later: list[float]) -> None:
         """One step: seconds from arrival of streams that got their first token, and between tokens of the others."""
@@ -98,6 +99,7 @@ class _Snapshot(Collector):
         for reason, count in sorted(ingress.finished.items()):
             finished.add_metric([*self._labels.values(), reason], count)
         yield finished
+        yield self._counter("resubmitted_streams", "Times that a stream lost its engine.", ingress.resubmitted)
 
     def _of_engine(self, engine: dict[str, Any]) -> Iterator[Metric]:
         for name, text, key in _GAUGES:

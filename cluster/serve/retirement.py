@@ -10,26 +10,28 @@ from ray.serve.context import _get_global_client
 
 logger = logging.getLogger("ray.serve")
 
-ASK_INTERVAL = 5.0  # seconds
-_ENDING = ("STOPPING",)
+ASK_INTERVAL = 4.0  # seconds
+CONFIRM_INTERVAL = 1.0
 
 
 async def retired() -> None:
-    """Returns when the replica of this process is being stopped; about `ASK_INTERVAL` seconds late."""
+    """Returns when the replica of this process is being stopped, `ASK_INTERVAL` seconds late or a little more."""
     context = serve.get_replica_context()
     me = context.replica_id.unique_id
-    while True:
-        await asyncio.sleep(ASK_INTERVAL)
+    seen = 0  # times in a row that the controller had it as stopping: it may just have started again itself
+    while seen < 2:
+        await asyncio.sleep(CONFIRM_INTERVAL if seen else ASK_INTERVAL)
         try:
-            state = await asyncio.to_thread(_state, context.app_name, context.deployment, me)
-        except Exception as error:  # the controller is starting again
+            stops = await asyncio.to_thread(_is_stopping, context.app_name, context.deployment, me)
+        except Exception as error:
             logger.debug("cannot ask the controller: %s", error)
             continue
-        if state in _ENDING:
-            return
+        seen = seen + 1 if stops else 0
 
 
-def _state(application: str, deployment: str, replica: str) -> str | None:
-    details = _get_global_client().get_serve_details()
-    replicas = details["applications"][application]["deployments"][deployment]["replicas"]
-    return next((each["state"] for each in replicas if each["replica_id"] == replica), None)
+def _is_stopping(application: str, deployment: str, replica: str) -> bool:
+    """A deployment that is being deleted is not there any more; of one that is updated, old replicas are stopping."""
+    applications = _get_global_client().get_serve_details()["applications"]
+    deployments = applications.get(application, {}).get("deployments", {})
+    states = {each["replica_id"]: each["state"] for each in deployments.get(deployment, {}).get("replicas", ())}
+    return states.get(replica, "STOPPING") == "STOPPING"

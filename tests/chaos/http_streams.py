@@ -19,10 +19,11 @@ COMMON = {"max_tokens": 80, "ignore_eos": True, "stream": True, "stream_options"
 
 
 class Reader(threading.Thread):
-    """Reads one stream to its end."""
+    """Reads one stream to its end. `patient`: tries again as long as it is told when to (503 with Retry-After)."""
 
-    def __init__(self, server: Server, body: dict) -> None:
+    def __init__(self, server: Server, body: dict, patient: bool = False) -> None:
         super().__init__(daemon=True)
+        self._patient = patient
         self.chunks: list[dict] = []
         self.times: list[float] = []  # `time.monotonic()` of each
         self.error: Exception | None = None
@@ -31,16 +32,23 @@ class Reader(threading.Thread):
 
     def run(self) -> None:
         try:
-            with (
-                self._server.client(timeout=300) as client,
-                client.stream("POST", "/v1/completions", json=self._body) as response,
-            ):
-                assert response.status_code == 200, response.read()
-                for payload in events(response):
-                    self.chunks.append({} if payload == "[DONE]" else json.loads(payload))
-                    self.times.append(time.monotonic())
+            while self._refused():
+                time.sleep(0.5)
         except Exception as error:
             self.error = error
+
+    def _refused(self) -> bool:
+        with (
+            self._server.client(timeout=300) as client,
+            client.stream("POST", "/v1/completions", json=self._body) as response,
+        ):
+            if self._patient and response.status_code == 503 and "Retry-After" in response.headers:
+                return True
+            assert response.status_code == 200, response.read()
+            for payload in events(response):
+                self.chunks.append({} if payload == "[DONE]" else json.loads(payload))
+                self.times.append(time.monotonic())
+        return False
 
     def first_after(self, moment: float) -> float | None:
         """When the first chunk after a moment came."""

@@ -28,7 +28,7 @@ class TestUnderServe:
 
             def clients(number: int) -> None:
                 while not stop.is_set():
-                    reader = Reader(server, COMMON | REQUESTS[number])
+                    reader = Reader(server, COMMON | REQUESTS[number], patient=True)
                     try:
                         finished.append(reader.result() == expected[number])
                     except AssertionError as error:
@@ -94,7 +94,7 @@ class TestCommand:
         assert directories(server.process.pid)
         os.kill(server.process.pid, signal.SIGKILL)
         server.wait(10)
-        assert_all_ended(children)
+        assert_all_ended(children, 150)  # Ray's agents try to tell its dead control store for a while
         following, children = self.start(processes)
         assert not directories(server.process.pid)
         following.process.send_signal(signal.SIGTERM)
