@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.services import canonicalize_bootstrap_address
 
 from cluster.deadline import within
@@ -78,6 +79,8 @@ def connect(address: str, min_cpus: int, may_start: bool = True) -> RayRuntime:
         return RayRuntime(owned=False, may_grow=True)
     target = _find(address)
     if target is not None:
+        # `ray start` asks for a token as soon as the machine has one; ray.init() with an address presents none.
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
         try:
             ray.init(address=target, logging_level=logging.WARNING)
         except (ConnectionError, RuntimeError, ValueError) as error:
