@@ -11,14 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import ray
-
-from cluster import autoscaler, ray_runtime
+from cluster import ray_runtime
 from cluster.config import EngineConfig
 from cluster.driver import Driver
 from cluster.engine_info import EngineInfo
 from cluster.errors import (
-    ConfigError,
     EngineClosedError,
     EngineDeadError,
     EngineError,
@@ -29,15 +26,16 @@ from cluster.errors import (
 )
 from cluster.flight import NoRecorder
 from cluster.flight.recording import write_into
-from cluster.inproc_group import InprocGroup, cuda_is_available
+from cluster.inproc_group import InprocGroup
 from cluster.model_files import resolve_model
 from cluster.progress import Progress, no_progress
 from cluster.recovery import Recovery, StartBudget
 from cluster.request_timings import RequestTimings
-from cluster.settings import effective_config, flight_recorder, group_config, scheduler_config
+from cluster.settings import choose_device, effective_config, flight_recorder, group_config, scheduler_config
 from cluster.timeline import Timeline
 from cluster.tokenizer import Tokenizer, has_tokenizer
 from cluster.worker_group import WorkerGroup
+from kvcache import NodeSummary
 from scheduler.outputs import FinishReason, StepOutputs
 from scheduler.request import InvalidRequest, Request
 from scheduler.scheduler import Scheduler
@@ -94,7 +92,7 @@ class Engine:
                 timeline.enter("ray")
                 self._runtime = ray_runtime.connect(self.config.ray_address, max(min_cpus, self.config.tp_size))
                 may_grow = self._runtime.may_grow
-            device = self._choose_device()
+            device = choose_device(self.config, on_ray=self._runtime is not None)
             timeline.enter("tokenizer")
             self.tokenizer = self._load_tokenizer(path)
             settings = group_config(self.config, path, device, may_grow)
@@ -219,6 +217,10 @@ class Engine:
             raise self.failure or EngineError("the engine does not answer")
         return write_into(self._recorder.directory, recording)
 
+    def cache_summary(self, max_nodes: int) -> list[NodeSummary]:
+        """A picture of the prefix cache, see `BasePrefixCache.summary`. Empty once the driver loop ended."""
+        return self._in_driver(lambda: self._scheduler.cache.prefix_cache.summary(max_nodes)) or []
+
     def metrics(self) -> dict[str, Any]:
         """Totals and histograms of requests and steps since the start, as plain values; see `RequestTimings`."""
         return self._timings.snapshot() | {
@@ -269,19 +271,6 @@ class Engine:
         }
 
     # -- start and end ---------------------------------------------------------------------------------------------
-
-    def _choose_device(self) -> str:
-        if self.config.device != "auto":
-            return self.config.device
-        if self._runtime is None:
-            return "cuda" if cuda_is_available() else "cpu"
-        if ray.cluster_resources().get("GPU", 0):
-            return "cuda"
-        if autoscaler.adds_nodes():
-            raise ConfigError(
-                "device auto: no node of this cluster has a GPU yet, but its autoscaler may add one; say cuda or cpu"
-            )
-        return "cpu"
 
     @staticmethod
     def _load_tokenizer(path: Path) -> Tokenizer | None:

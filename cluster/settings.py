@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import ray
+
+from cluster import autoscaler
 from cluster.config import EngineConfig
 from cluster.default_model import default_cache_dir
 from cluster.errors import ConfigError
 from cluster.fake_runner import make_fake_runner
 from cluster.flight import FlightRecorder, NoRecorder
 from cluster.handshake import GroupInfo
+from cluster.inproc_group import cuda_is_available
 from cluster.model_files import served_name
 from cluster.rank_startup import make_model_runner
 from cluster.worker_group import GroupConfig
@@ -22,6 +26,25 @@ _RECORDED = (
     "model", "load_format", "tp_size", "device", "dtype", "page_size", "num_pages", "max_running_requests",
     "max_seq_len", "max_step_tokens", "kv_layout", "gpu_memory_utilization", "gpus_per_rank",
 )  # fmt: skip
+
+
+def choose_device(config: EngineConfig, on_ray: bool) -> str:
+    """The device that "auto" means: "cuda" if the Ray cluster has a GPU or, without Ray, this machine; else "cpu".
+
+    Raises:
+        ConfigError: no node has a GPU, but an autoscaler may add one that has.
+    """
+    if config.device != "auto":
+        return config.device
+    if not on_ray:
+        return "cuda" if cuda_is_available() else "cpu"
+    if ray.cluster_resources().get("GPU", 0):
+        return "cuda"
+    if autoscaler.adds_nodes():
+        raise ConfigError(
+            "device auto: no node of this cluster has a GPU yet, but its autoscaler may add one; say cuda or cpu"
+        )
+    return "cpu"
 
 
 def group_config(config: EngineConfig, model_path: Path, device: str, may_grow: bool) -> GroupConfig:

@@ -15,6 +15,7 @@ from kvcache.base import (
     InsertResult,
     IntegrityError,
     MatchResult,
+    NodeSummary,
     SizeInfo,
 )
 from kvcache.digest import PrefixDigest
@@ -35,6 +36,7 @@ __all__ = [
     "MHAKVCache",
     "MatchResult",
     "NaivePrefixCache",
+    "NodeSummary",
     "PageAllocator",
     "PrefixDigest",
     "RadixPrefixCache",

@@ -77,6 +77,22 @@ class SizeInfo(NamedTuple):
         return self.evictable_size + self.protected_size
 
 
+class NodeSummary(NamedTuple):
+    """One cached stretch of tokens, as `BasePrefixCache.summary` shows it."""
+
+    parent: int
+    """Index in the summary of the stretch it continues; -1: it begins at position 0."""
+    tokens: int
+    hits: int
+    """Requests that used it instead of computing it."""
+    locks: int
+    """Running requests that use it now."""
+    idle: float
+    """Seconds since it was last in use, or was added; 0 while it is in use."""
+    children: int
+    """Stretches that continue it, shown or not."""
+
+
 class BasePrefixCache(ABC):
     """Finds and keeps the slots of token prefixes."""
 
@@ -102,6 +118,20 @@ class BasePrefixCache(ABC):
         """Protect a prefix from eviction, or with `unlock` take one such protection back. Locks are counted.
 
         Raises `CacheError` when the handle is stale, or is to be unlocked without being locked.
+        """
+
+    @abstractmethod
+    def count_hit(self, handle: CacheHandle, start: CacheHandle | None = None) -> None:
+        """Note that a request goes on from `handle` instead of computing what lies behind `start` (None: position 0).
+
+        For `summary` alone; `match_prefix` does not count, since a waiting request is matched again and again.
+        """
+
+    @abstractmethod
+    def summary(self, max_nodes: int) -> list[NodeSummary]:
+        """A picture of the cache for people: its `max_nodes` most telling nodes at most, parents before children.
+
+        Costs a bounded number of steps, however large the cache is.
         """
 
     @abstractmethod

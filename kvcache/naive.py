@@ -15,6 +15,7 @@ from kvcache.base import (
     IntegrityError,
     Ints,
     MatchResult,
+    NodeSummary,
     SizeInfo,
 )
 from kvcache.digest import PrefixDigest
@@ -41,6 +42,12 @@ class NaivePrefixCache(BasePrefixCache):
 
     def lock_handle(self, handle: CacheHandle, unlock: bool = False) -> None:
         """Does nothing: there is nothing to protect."""
+
+    def count_hit(self, handle: CacheHandle, start: CacheHandle | None = None) -> None:
+        """Does nothing: nothing hits."""
+
+    def summary(self, max_nodes: int) -> list[NodeSummary]:
+        return []
 
     def evict(self, num_tokens: int, partial: bool = True) -> IntArray:
         if num_tokens > 0:

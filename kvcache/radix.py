@@ -21,6 +21,7 @@ prefix ends where the lower part ends, stay right; the upper part inherits the l
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 import numpy as np
@@ -33,6 +34,7 @@ from kvcache.base import (
     IntArray,
     Ints,
     MatchResult,
+    NodeSummary,
     SizeInfo,
     as_int32,
     page_slots,
@@ -40,6 +42,7 @@ from kvcache.base import (
 from kvcache.digest import PrefixDigest
 from kvcache.radix_check import check_tree
 from kvcache.radix_node import TOKEN_BYTES, RadixNode, all_pages, make_root, subtree
+from kvcache.radix_summary import summarize
 
 
 class RadixPrefixCache(BasePrefixCache):
@@ -115,10 +118,12 @@ class RadixPrefixCache(BasePrefixCache):
             if node.locks == 0:
                 raise CacheError(f"the prefix of {handle.cached_len} tokens is not locked")
             node.locks -= 1
+            now = time.monotonic()
             while node is not root:
                 node.refs = refs = node.refs - 1
                 if refs == 0:
                     changed -= len(node.key)
+                    node.idle_since = now
                     node.link_before(root)
                 node = node.parent
         else:
@@ -132,6 +137,16 @@ class RadixPrefixCache(BasePrefixCache):
                 node = node.parent
         self._evictable -= changed // TOKEN_BYTES
         self._protected += changed // TOKEN_BYTES
+
+    def count_hit(self, handle: CacheHandle, start: CacheHandle | None = None) -> None:
+        node = handle.node
+        known = self._root if start is None else start.node
+        while node is not known and node is not self._root:
+            node.hits += 1
+            node = node.parent
+
+    def summary(self, max_nodes: int) -> list[NodeSummary]:
+        return summarize(self._root, max_nodes)
 
     def evict(self, num_tokens: int, partial: bool = True) -> IntArray:
         wanted = -(-num_tokens // self.page_size)
@@ -253,7 +268,7 @@ class RadixPrefixCache(BasePrefixCache):
         upper = RadixNode(key[:at], pages[:cut], parent, parent.end + at // TOKEN_BYTES)
         parent.children[key[:page_bytes]] = upper
         upper.children = {key[at : at + page_bytes]: node}
-        upper.refs = node.refs
+        upper.refs, upper.hits, upper.idle_since = node.refs, node.hits, node.idle_since
         node.key = key[at:]
         node.pages = pages[cut:]
         node.parent = upper

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from kvcache.base import IntArray
@@ -16,7 +18,7 @@ class RadixNode:
     first and ``root.older`` last. They are None while the node is locked.
     """
 
-    __slots__ = ("children", "end", "key", "locks", "newer", "older", "pages", "parent", "refs")
+    __slots__ = ("children", "end", "hits", "idle_since", "key", "locks", "newer", "older", "pages", "parent", "refs")
 
     def __init__(self, key: bytes, pages: bytes, parent: RadixNode | None, end: int) -> None:
         self.key = key  # the edge's tokens, int32
@@ -26,6 +28,8 @@ class RadixNode:
         self.end = end  # tokens from the root to the end of the edge
         self.locks = 0  # locks on handles to this node
         self.refs = 0  # locks on this node or below
+        self.hits = 0  # requests that went on from here or below instead of computing it
+        self.idle_since = time.monotonic()  # when it was added or last unlocked
         self.older: RadixNode | None = None
         self.newer: RadixNode | None = None
 

@@ -93,6 +93,7 @@ class CacheManager:
         """
         rows, row, size = self.rows, req.table_idx, self.page_size
         old, new = req.handle, match.handle
+        self.prefix_cache.count_hit(new, old)
         first = 0
         if old is not None:
             self.unlock(old)

@@ -143,6 +143,12 @@ class EngineDeployment:
             "metrics": await self.metrics() if status["stats"] else None,
         }
 
+    async def picture(self, max_nodes: int) -> dict[str, Any]:
+        """All that the dashboard shows of this replica: `report`, and `tree`, a list of at most `max_nodes` tuples;
+        see `NodeSummary`."""
+        tree = await asyncio.to_thread(self._engine.cache_summary, max_nodes)
+        return await self.report() | {"tree": [tuple(node) for node in tree]}
+
     def check_health(self) -> None:
         """Serve calls this; a failed engine does not heal, so Serve replaces the replica.
 

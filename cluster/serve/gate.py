@@ -14,9 +14,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.config import EngineConfig
+from cluster.serve.dashboard.page import PAGE_PATHS
 from cluster.serve.errors import AuthenticationError, Problem, problem_of
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})  # probes and scrapers have no key
+# Probes and scrapers have no key, nor has a browser before the dashboard's page has asked for one.
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", *PAGE_PATHS})
 
 
 class Gate:

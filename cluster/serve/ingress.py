@@ -24,6 +24,7 @@ from cluster.errors import EngineError, NotReadyError, RaydixError
 from cluster.serve.answers import ChatCompletion, Completion, Detokenized, ModelCard, ModelList, Tokenized
 from cluster.serve.chat import chat_completion
 from cluster.serve.completions import completion
+from cluster.serve.dashboard import Collector, ingress_facts, page_file
 from cluster.serve.engine_client import EngineClient
 from cluster.serve.errors import problem_of
 from cluster.serve.gate import Gate, Rules, respond
@@ -74,6 +75,7 @@ class Ingress:
         self._engine = engine
         self._config = config
         self._service: Service | None = None
+        self._collector: Collector | None = None
         self._failure: Exception | None = None
         self._start_up = asyncio.create_task(self._start())
         self._end = asyncio.create_task(self._await_end())
@@ -86,6 +88,7 @@ class Ingress:
             tokenizer = await asyncio.to_thread(Tokenizer, info["model"])
             await asyncio.to_thread(lambda: tokenizer.token_bytes)  # built on first use; not on the first request
             template = tokenizer.chat_template
+            self._collector = Collector(self._engine)
             context = ray.get_runtime_context()
             self._service = Service(
                 model=info["served_model_name"],
@@ -181,6 +184,21 @@ class Ingress:
     async def flight_record(self) -> dict[str, Any]:
         """Save the engine's last steps, on its node."""
         return await self._ready_service().engine.record_flight()
+
+    @app.get("/dashboard/state")
+    async def dashboard_state(self) -> dict[str, Any]:
+        service = self._ready_service()
+        facts = {"model": service.model, "max_seq_len": service.max_seq_len, "version": VERSION}
+        return facts | await self._collector.state()
+
+    @app.get("/dashboard")
+    @app.get("/dashboard/{name}")
+    async def dashboard(self, name: str = "index.html") -> Response:
+        return page_file(name)
+
+    async def facts(self) -> dict[str, Any]:
+        """What clients of this ingress saw, for the dashboard; called by another ingress or this one."""
+        return ingress_facts(self._service.engine) if self._service is not None else {}
 
     @app.get("/version")
     async def version(self) -> dict[str, str]:

@@ -1,0 +1,105 @@
+"""/dashboard: its files, its state, and the page in a real browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.browser import Page, chromium, find_chromium
+from tests.integration.http_server import MODEL, Server, running_server
+
+KEY = "a-key-of-this-test"
+AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
+
+
+@pytest.fixture(scope="module")
+def server(private_ray: None) -> Iterator[Server]:
+    with running_server(device="fake", api_key=[KEY]) as running:
+        yield running
+
+
+def state(server: Server) -> dict:
+    return httpx.get(f"{server.url}/dashboard/state", headers=AUTHORIZED, timeout=30).raise_for_status().json()
+
+
+def complete(server: Server, prompt: str) -> None:
+    body = {"prompt": prompt, "max_tokens": 20, "ignore_eos": True}
+    server.post("/v1/completions", body, headers=AUTHORIZED).raise_for_status()
+
+
+def test_files_need_no_key_and_load_nothing_from_elsewhere(server: Server) -> None:
+    page = server.get("/dashboard")
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    files = Path("cluster/serve/dashboard/static")
+    for path in files.iterdir():
+        answer = server.get(f"/dashboard/{path.name}")
+        assert answer.content == path.read_bytes()
+        assert "://" not in answer.text.replace("http://www.w3.org/2000/svg", ""), path
+    assert server.get("/dashboard/app.js").headers["content-type"].startswith("text/javascript")
+
+
+@pytest.mark.parametrize("name", ["nothing.js", "..%2f__init__.py", "page.py"])
+def test_no_other_file_is_served(server: Server, name: str) -> None:
+    answer = httpx.get(f"{server.url}/dashboard/{name}", headers=AUTHORIZED, timeout=30)
+    assert answer.status_code == 404 and answer.json()["error"]["type"] == "not_found_error"
+
+
+def test_the_state_needs_a_key(server: Server) -> None:
+    assert server.get("/dashboard/state").status_code == 401
+
+
+def test_the_state_shows_load_memory_ranks_and_tree(server: Server) -> None:
+    prompt = "one two three four five six seven eight nine ten " * 8
+    for end in ("to the left", "to the right", "and back"):
+        complete(server, prompt + end)
+    now = state(server)
+    assert (now["model"], now["silent"]) == (MODEL, [])
+    assert now["ingresses"][0]["first_token"]["counts"] and now["ingresses"][0]["open_streams"] == 0
+    (replica,) = now["replicas"]
+    assert replica["problem"] is None and replica["settings"]["device"] == "fake"
+    assert [set(rank) for rank in replica["ranks"]] == [{"node_ip", "pid", "gpu_ids"}]
+    metrics = replica["metrics"]
+    assert metrics["generation_tokens"] >= 60 and metrics["total_pages"] == 512
+    page_size = replica["settings"]["page_size"]
+    tokens = sum(node[1] for node in replica["tree"])
+    assert tokens == metrics["cached_pages"] * page_size  # a tree as small as this is shown whole
+    shared = replica["tree"][0]
+    assert shared[0] == -1 and shared[2] == 2 and shared[1] >= 64  # two of the three went on from it
+    assert KEY not in str(now) and str(Path.home()) not in str(now)
+
+
+@pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed")
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
+async def test_in_a_browser(server: Server, tmp_path: Path, width: int, height: int) -> None:
+    async with chromium() as page:
+        await page.open(f"{server.url}/dashboard", width, height)
+        await page.until("!document.getElementById('key-form').hidden", 30)
+        await page.evaluate(f"document.getElementById('key').value = '{KEY}'")
+        await page.evaluate("document.getElementById('key-form').requestSubmit()")
+        await page.until("document.getElementById('status').dataset.state == 'good'", 30)
+        assert await page.evaluate("document.getElementById('key-form').hidden")
+        for question in ("Tell me a story about a fox.", "Go on."):
+            await ask(page, question)
+        answers = await page.evaluate("[...document.querySelectorAll('.cached b')].map((line) => line.textContent)")
+        assert len(answers) == 2 and all(answer.endswith("prompt tokens cached") for answer in answers)
+        assert not answers[1].startswith("0 of")
+        await page.until("document.querySelectorAll('#tree-picture rect').length > 1", 30)
+        await page.until("document.querySelectorAll('.plot svg').length == 3", 30)
+        assert await page.evaluate("document.querySelector('.chip').textContent") == "rank 0 CPU"
+        assert await page.evaluate("document.documentElement.scrollWidth") == width  # nothing sticks out
+        if width > 1000:
+            assert await page.evaluate("document.documentElement.scrollHeight") <= height  # all of it is seen at once
+        unauthorized = [each for each in page.complaints if "401" not in each]  # the first state had no key
+        assert unauthorized == []
+
+
+async def ask(page: Page, question: str) -> None:
+    before = await page.evaluate("document.querySelectorAll('.cached').length")
+    await page.evaluate(f"document.getElementById('chat-text').value = '{question}'")
+    await page.evaluate("document.getElementById('chat-form').requestSubmit()")
+    await page.until(f"document.querySelectorAll('.cached, .message.error').length > {before}", 60)
+    assert await page.evaluate("document.querySelector('.message.error')?.textContent") is None
