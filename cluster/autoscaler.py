@@ -1,8 +1,8 @@
 """Whether nodes may still join a Ray cluster, as its autoscaler reports it.
 
 Ray runs an autoscaler process on every cluster; on one that was started by hand it adds nothing and only reports.
-Version 2 (what `ray up` and KubeRay start) tells Ray's control store which placement groups none of its node types
-can hold, and which nodes are on their way. Version 1 writes a status, from which only its presence can be read.
+Both versions of it say which nodes are on their way; version 2 (the default of `ray up`) also which placement groups
+none of its node types can hold.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ def adds_nodes() -> bool:
 
 def may_come(group_id: str) -> bool:
     """Whether the autoscaler may still make room for a pending placement group (its id in hex): nodes are on their
-    way, or it does not say that none of its node types can hold the group."""
+    way, or version 2 does not say that none of its node types can hold the group."""
     state = _status().autoscaling_state
     if not state.autoscaler_state_version:
-        return _version_1_adds_nodes()
+        report = _version_1_report()
+        return bool(report.get("pending_nodes") or report.get("pending_launches"))
     if state.pending_instances or state.pending_instance_requests:
         return True
     return not any(request.details.startswith(group_id) for request in state.infeasible_gang_resource_requests)
@@ -42,12 +43,13 @@ def _status() -> Any:
 
 def _version_1_adds_nodes() -> bool:
     """On a cluster without an autoscaler, version 1 makes up a node type for each node, named after the node."""
-    written = _control_store().internal_kv_get(ray_constants.DEBUG_AUTOSCALING_STATUS.encode(), None)
-    if written is None:
-        return False
-    report = json.loads(written).get("autoscaler_report") or {}
     made_up = {f"node_{node['NodeID']}" for node in ray.nodes()}
-    return not set(report.get("active_nodes") or {}) <= made_up
+    return not set(_version_1_report().get("active_nodes") or {}) <= made_up
+
+
+def _version_1_report() -> dict[str, Any]:
+    written = _control_store().internal_kv_get(ray_constants.DEBUG_AUTOSCALING_STATUS.encode(), None)
+    return {} if written is None else json.loads(written).get("autoscaler_report") or {}
 
 
 def _control_store() -> Any:

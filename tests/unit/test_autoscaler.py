@@ -62,15 +62,21 @@ def test_version_2(reports, reply: GetClusterStatusReply, may_come: bool, adds: 
 
 
 @pytest.mark.parametrize(
-    ("written", "adds"),
+    ("report", "may_come", "adds"),
     [
-        (None, False),
-        ({"autoscaler_report": {"active_nodes": {"node_abc": 1}}}, False),
-        ({"autoscaler_report": None}, False),
-        ({"autoscaler_report": {"active_nodes": {"ray.head.default": 1}}}, True),
+        (None, False, False),
+        ({"active_nodes": {"node_abc": 1}}, False, False),
+        ({"active_nodes": {"ray.head.default": 1}}, False, True),
+        ({"active_nodes": {"ray.head.default": 1}, "pending_nodes": [["10.0.0.2", "gpu", "waiting"]]}, True, True),
+        ({"active_nodes": {"ray.head.default": 1}, "pending_launches": {"gpu": 2}}, True, True),
     ],
 )
-def test_version_1(reports, written: dict[str, Any] | None, adds: bool) -> None:
-    reports(GetClusterStatusReply(), written)
-    assert autoscaler.may_come(GROUP) == adds
+def test_version_1(reports, report: dict[str, Any] | None, may_come: bool, adds: bool) -> None:
+    reports(GetClusterStatusReply(), {"autoscaler_report": report})
+    assert autoscaler.may_come(GROUP) == may_come
     assert autoscaler.adds_nodes() == adds
+
+
+def test_without_an_autoscaler_process(reports) -> None:
+    reports(GetClusterStatusReply())
+    assert not autoscaler.may_come(GROUP) and not autoscaler.adds_nodes()
