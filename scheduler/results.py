@@ -12,7 +12,12 @@ from scheduler.outputs import FinishReason, StepOutputs
 from scheduler.request import ReqState
 from scheduler.request_table import RequestTable
 from scheduler.row_state import RowState
-from scheduler.step import StepPlan, StepResult
+from scheduler.step import LogprobBlock, SampledLogprobs, StepPlan, StepResult
+
+NO_TOKEN = (
+    "the model's scores for the next token are NaN or infinite, or allow no token: its weights are damaged, or its "
+    "numbers outgrow this dtype (try --dtype float32)"
+)
 
 
 class InFlight(NamedTuple):
@@ -55,12 +60,20 @@ def apply_result(
     stopped = state.stop_ids[0][rows] == tokens
     for column in state.stop_ids[1:]:
         stopped |= column[rows] == tokens
-    over = stopped | (lengths >= state.end_len[rows])
+    unusable = tokens < 0
+    over = stopped | unusable | (lengths >= state.end_len[rows])
     if over.any():
         at = np.flatnonzero(over)
-        finish[at] = _finish(rows[at].tolist(), positions[at].tolist(), stopped[at].tolist(), state, table, decode)
+        columns = rows[at].tolist(), positions[at].tolist(), stopped[at].tolist(), unusable[at].tolist()
+        finish[at] = _finish(*columns, state, table, decode)
     if result.logprobs is not None:
         outputs.logprobs = of_wanted(result.logprobs, wanted)
+    if unusable.any():
+        outputs.errors = dict.fromkeys(outputs.request_ids[unusable].tolist(), NO_TOKEN)
+        if outputs.logprobs is not None:
+            index, block = outputs.logprobs
+            usable = ~unusable[index]
+            outputs.logprobs = SampledLogprobs(index[usable], LogprobBlock(block.words[usable]))
     if step.unsampled:
         outputs = outputs.extended(_finish_unsampled(step.unsampled, table))
     return outputs
@@ -70,15 +83,19 @@ def _finish(
     rows: list[int],
     positions: list[int],
     stopped: list[bool],
+    unusable: list[bool],
     state: RowState,
     table: RequestTable,
     decode: DecodeBatch,
 ) -> list[FinishReason]:
     """End the requests whose token at `positions` is their last; NONE for a stop token that came too early."""
     reasons, ended = [], []
-    for row, position, stops in zip(rows, positions, stopped, strict=True):
+    for row, position, stops, bad in zip(rows, positions, stopped, unusable, strict=True):
         req = table.by_row[row]
-        if stops and position >= req.stop_from:
+        if bad:
+            reason = FinishReason.ERROR
+            state.known_len[row] = position
+        elif stops and position >= req.stop_from:
             reason = FinishReason.STOP
             state.known_len[row] = position  # the stop token's K/V, if any, comes from a wasted step
         elif position + 1 >= req.end_len:

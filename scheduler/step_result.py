@@ -18,7 +18,8 @@ from scheduler.step_words import (
 
 
 class StepResult:
-    """What rank 0 answers to a plan: `tokens[i]` is the token sampled for batch entry `plan.sample[i]`.
+    """What rank 0 answers to a plan: `tokens[i]` is the token sampled for batch entry `plan.sample[i]`,
+    negative if the model's scores allow none.
 
     `tokens` is int32[num_samples]. Every plan is answered, also one that samples nothing. `logprobs` are those of the
     sampled tokens whose rows want them, `scores` those of the plan's `score_runs`; None where there are none.

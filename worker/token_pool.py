@@ -30,5 +30,5 @@ class TokenPool:
         return self.tokens[rows, positions].long()
 
     def scatter(self, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Store int32 `tokens` at int64 (rows, positions)."""
-        self.tokens[rows, positions] = tokens
+        """Store int32 `tokens` at int64 (rows, positions), and 0 for what is no token: the next step reads them."""
+        self.tokens[rows, positions] = tokens.clamp(min=0)

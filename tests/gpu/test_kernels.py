@@ -248,3 +248,9 @@ def test_sample_shard(vocab, device):
     best, tokens = sample_shard(logits, 1000, rows, positions, scale, noise, seed_key, noisy=True)
     assert torch.allclose(best, scores.amax(1), atol=1e-5)
     assert torch.equal(tokens.long(), scores.argmax(1) + 1000)
+
+    logits[0, vocab - 1], logits[1, 3], logits[2] = torch.nan, torch.inf, -torch.inf
+    for noisy in (False, True):
+        best, tokens = sample_shard(logits, 1000, rows, positions, scale, noise, seed_key, noisy=noisy)
+        assert tokens[:3].tolist() == [-1] * 3 and tokens[3] >= 1000
+        assert best[:3].tolist() == [torch.inf, torch.inf, -torch.inf]

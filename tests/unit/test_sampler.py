@@ -12,6 +12,7 @@ from scheduler.step import StepPlan, StepPlanWriter, pack_sampling
 from tests.references import chi_square
 from worker.parallel import TPGroup
 from worker.sampling import Sampler
+from worker.sampling.shard import UNUSABLE
 
 torch.set_num_threads(1)
 VOCAB = 384
@@ -184,3 +185,22 @@ def test_a_step_takes_the_cheapest_path_that_its_rows_allow() -> None:
     assert mode(3) == (True, 1, True, True, False)
     assert mode(4) == (True, 1, True, False, False)
     assert mode(5, 6) == (True, 0, False, False, False)  # top_k off, or no smaller than the vocabulary
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.0}, {"temperature": 1.0}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 100, "min_p": 0.1}]
+)
+def test_scores_that_allow_no_token_give_none_and_disturb_no_other_row(tp_size: int, params: dict) -> None:
+    logits = random_logits(7)
+    rows, positions, plan = list(range(7)), [5] * 7, admission([params] * 7)
+    expected = sample(logits, plan, rows, positions, tp_size)
+    logits[1, 200] = np.nan
+    logits[2, 17] = -np.float32(np.nan)
+    logits[3] = np.nan
+    logits[4, 383] = np.inf
+    logits[5] = -np.inf
+    logits[6, :300] = -np.inf  # whole shards, but not all
+    tokens = sample(logits, plan, rows, positions, tp_size)
+    assert tokens[1:6] == [UNUSABLE] * 5
+    assert tokens[0] == expected[0] and 300 <= tokens[6] < VOCAB

@@ -22,12 +22,14 @@ class _DecodeGroup:
     entries   [n] int64: which ones; None: all of the step's
     pages     [n * width] ids
     mask      [n, 1, 1, width * page_size]: 0, and -inf at padding
+    padding   int64: where that is, in all tokens of the group
     """
 
     entries: torch.Tensor | None
     pages: torch.Tensor
     width: int
     mask: torch.Tensor
+    padding: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -73,7 +75,7 @@ class TorchAttention(AttentionBackend):
         num_heads, head_dim = q.shape[1:]
         num_kv_heads = self.pool.k_cache(layer_id).shape[2]
         for group in self._decodes:
-            k, v = self._gather(layer_id, group.pages, len(group.mask))
+            k, v = self._gather(layer_id, group.pages, len(group.mask), group.padding)
             queries = q[: batch.num_decode] if group.entries is None else q.index_select(0, group.entries)
             queries = queries.view(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
             result = F.scaled_dot_product_attention(queries, k, v, attn_mask=group.mask).reshape(
@@ -84,7 +86,7 @@ class TorchAttention(AttentionBackend):
             else:
                 out.index_copy_(0, group.entries, result)
         for entry in self._prefills:
-            k, v = self._gather(layer_id, entry.pages, 1)
+            k, v = self._gather(layer_id, entry.pages, 1, None)
             k, v = k[:, :, : entry.length], v[:, :, : entry.length]
             queries = q[entry.start : entry.stop].transpose(0, 1)[None]
             result = F.scaled_dot_product_attention(
@@ -93,14 +95,21 @@ class TorchAttention(AttentionBackend):
             out[entry.start : entry.stop] = result[0].transpose(0, 1)
         return out
 
-    def _gather(self, layer_id: int, pages: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of `pages` as views [rows, kv_heads, tokens, head_dim] of the scratch buffer."""
+    def _gather(
+        self, layer_id: int, pages: torch.Tensor, rows: int, padding: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of `pages` as views [rows, kv_heads, tokens, head_dim] of the scratch buffer.
+
+        Zeros at `padding`: what a former owner of a page left there may be NaN, which no mask hides.
+        """
         gathered = []
         for index, cache in enumerate((self.pool.k_cache(layer_id), self.pool.v_cache(layer_id))):
             count, page_shape = len(pages), cache.shape[1:]
             size = count * page_shape.numel()
             buffer = self._scratch[index * size : (index + 1) * size].view(count, *page_shape)
             torch.index_select(cache, 0, pages, out=buffer)
+            if padding is not None:
+                buffer.view(count * page_shape[0], -1).index_fill_(0, padding, 0.0)
             gathered.append(buffer.view(rows, -1, *page_shape[1:]).transpose(1, 2))
         return gathered[0], gathered[1]
 
@@ -123,11 +132,12 @@ class TorchAttention(AttentionBackend):
         device, page_size = self.pool.device, self.page_table.page_size
         index = torch.from_numpy(entries).to(device)
         length = torch.from_numpy(lengths[entries].astype(np.int64)).to(device)[:, None]
-        # Padding reads the row's own last page: its values are finite, and the mask hides them.
         pages = self._pages(batch.rows[index][:, None], width, (length - 1) // page_size)
         mask = torch.zeros(len(entries), width * page_size, dtype=self.pool.dtype, device=device)
-        mask.masked_fill_(torch.arange(width * page_size, device=device) >= length, float("-inf"))
-        return _DecodeGroup(None if whole else index, pages.reshape(-1), width, mask[:, None, None, :])
+        beyond = np.arange(width * page_size) >= lengths[entries][:, None]
+        padding = torch.from_numpy(np.flatnonzero(beyond)).to(device)
+        mask.view(-1).index_fill_(0, padding, float("-inf"))
+        return _DecodeGroup(None if whole else index, pages.reshape(-1), width, mask[:, None, None, :], padding)
 
     def _prefill_entries(self, batch: Batch, lengths: np.ndarray, counts: np.ndarray) -> list[_PrefillEntry]:
         device = self.pool.device

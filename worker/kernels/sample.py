@@ -18,6 +18,7 @@ _MUL_1 = tl.constexpr(TOKEN_MUL_1)
 _MUL_2 = tl.constexpr(TOKEN_MUL_2)
 _U_SCALE = tl.constexpr(U_SCALE)
 _U_MAX = tl.constexpr(U_MAX)
+_UNUSABLE = tl.constexpr(-1)  # as in `worker.sampling.shard`
 PARTS = 16
 
 
@@ -79,6 +80,7 @@ def _sample_kernel(
     for start in range(first, last, BLOCK):
         column = start + lane
         score = tl.load(row + column, mask=column < last, other=float("-inf")).to(tl.float32)
+        score = tl.where(score == score, score, float("inf"))  # a NaN wins, and is found out by it
         if NOISY:  # noqa: SIM102 (a constant of the compilation, then a value)
             if noisy:
                 score = score * scale + _gumbel(vocab_start + column, k0, k1)
@@ -98,14 +100,15 @@ def _merge_kernel(value_ptr, index_ptr, best_ptr, token_ptr, vocab_start, PARTS:
     index = tl.load(index_ptr + entry * PARTS + part)
     value, index = tl.reduce((value, index), 0, _better)
     tl.store(best_ptr + entry, value)
-    tl.store(token_ptr + entry, vocab_start + index)
+    tl.store(token_ptr + entry, tl.where(tl.abs(value) == float("inf"), _UNUSABLE, vocab_start + index))
 
 
 def sample_shard(
     logits: torch.Tensor, vocab_start: int, rows: torch.Tensor, positions: torch.Tensor,
     scale: torch.Tensor, noise: torch.Tensor, seed_key: torch.Tensor, noisy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Best perturbed score of each entry in this shard and its token id: (float32 [S], int32 [S]).
+    """Best perturbed score of each entry in this shard and its token id: (float32 [S], int32 [S]); a NaN counts as
+    +inf, and the id is -1 where the score is infinite.
 
     Args:
         logits: [S, local_vocab].

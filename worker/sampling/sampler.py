@@ -16,7 +16,7 @@ from worker.sampling.extras import RowExtras, first_where
 from worker.sampling.filters import OrderKeys, cut_list, search_threshold
 from worker.sampling.logprobs import logprob_words
 from worker.sampling.noise import gumbel, row_keys
-from worker.sampling.shard import best_of, create_shard_sampler
+from worker.sampling.shard import UNUSABLE, best_of, create_shard_sampler
 from worker.sampling.state import SamplingMode, SamplingState
 
 LIST_SIZE = 256
@@ -56,7 +56,7 @@ class Sampler:
     def sample(
         self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, mode: SamplingMode
     ) -> torch.Tensor:
-        """Tokens of S sampled entries: int32[S], the same on every rank.
+        """Tokens of S sampled entries: int32[S], the same on every rank; `UNUSABLE` where none can be sampled.
 
         Args:
             logits: [S, local_vocab], any float dtype; -inf where an id does not exist. May be overwritten.
@@ -119,7 +119,8 @@ class Sampler:
         """The best of the shards' best, the lowest id among equals: int32[S]."""
         if self._tp.size == 1:
             return tokens
-        return self._order.ids(self._tp.all_gather(self._order.encode(scores, tokens)[None], 0).amax(0))
+        keys = self._tp.all_gather(self._order.encode(scores, tokens)[None], 0).amax(0)
+        return torch.where(self._order.values(keys).isfinite(), self._order.ids(keys), UNUSABLE)
 
     def _filtered(
         self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, mode: SamplingMode
@@ -135,7 +136,7 @@ class Sampler:
         ids = order.ids(cut.keys)
         scores = order.values(cut.keys) + gumbel(k0[:, None], k1[:, None], ids)
         winner = scores.masked_fill_(~cut.keep, -torch.inf).argmax(1, keepdim=True)
-        tokens = ids.gather(1, winner)[:, 0]
+        tokens = ids.gather(1, winner)[:, 0].masked_fill_(~cut.best.isfinite(), UNUSABLE)
         if not mode.wide:
             return tokens
         if scaled.device.type == "cpu":

@@ -8,6 +8,9 @@ import torch
 
 from worker.sampling.noise import gumbel, row_keys
 
+UNUSABLE = -1
+"""Stands for a token where none can be sampled: a logit is NaN or +inf, or no id is allowed."""
+
 ShardSampler = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -24,7 +27,7 @@ def sample_shard(
     logits: torch.Tensor, vocab_start: int, rows: torch.Tensor, positions: torch.Tensor,
     scale: torch.Tensor, noise: torch.Tensor, seed_key: torch.Tensor, noisy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Best perturbed score of each entry in this shard and its token id: (float32[S], int32[S]).
+    """Best perturbed score of each entry in this shard and its token id: (float32[S], int32[S]), see `best_of`.
 
     Args:
         logits: float32[S, local_vocab].
@@ -41,9 +44,14 @@ def sample_shard(
 
 
 def best_of(scores: torch.Tensor, vocab_start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest score of each row and its token id, the lowest id among equals: (float32[S], int32[S])."""
+    """The largest score of each row and its token id, the lowest id among equals: (float32[S], int32[S]).
+
+    A row with a NaN scores +inf, so that its shard wins. The id is `UNUSABLE` where the score is infinite.
+    """
     if scores.device.type == "cpu":  # numpy is ten times as fast here
         index = torch.from_numpy(scores.numpy().argmax(1))
     else:
         index = scores.argmax(1)
-    return scores.gather(1, index[:, None])[:, 0], (index + vocab_start).to(torch.int32)
+    best = scores.gather(1, index[:, None])[:, 0]
+    tokens = (index + vocab_start).to(torch.int32).masked_fill_(~best.isfinite(), UNUSABLE)
+    return best.nan_to_num_(torch.inf, torch.inf, -torch.inf), tokens
