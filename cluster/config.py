@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
 from cluster.errors import ConfigError
+from cluster.routing import DEFAULT_BETA
 
 MAX_SECONDS = 1e6
 """Longest of the times below: sockets count milliseconds in 32 bits."""
@@ -35,6 +36,9 @@ class EngineConfig(BaseModel):
     tp_size: int = Field(1, ge=1, description="ranks (worker actors) that share one copy of the model")
     device: Literal["auto", "cpu", "cuda", "fake"] = Field(
         "auto", description="auto: cuda if the cluster has GPUs; fake: no model, ranks answer at once with random words"
+    )
+    fake_tokens_per_s: float | None = Field(
+        None, gt=0, description="device fake: input tokens a second of a rank, cached ones are free; default: no limit"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: float32 on cpu, the checkpoint's on cuda"
@@ -63,6 +67,23 @@ class EngineConfig(BaseModel):
     )
     policy: Literal["fcfs", "longest_prefix", "priority", "fair_share"] = Field(
         "fcfs", description="who is admitted next; priority: the request's priority, fair_share: by its user"
+    )
+    router: Literal["cache_aware", "power_of_two"] = Field(
+        "cache_aware",
+        description="serve: which replica gets a request; cache_aware: most of the prompt cached less load, "
+        "power_of_two: Ray's own, the less busy of two",
+    )
+    router_beta: float = Field(
+        DEFAULT_BETA,
+        ge=0,
+        le=1e6,
+        description="cache_aware: cached tokens that outweigh one token of work; 0: load never counts",
+    )
+    router_digest_size: int = Field(
+        65536,
+        ge=1,
+        le=1 << 24,
+        description="cache_aware: prefixes an ingress knows of each replica, some 150 bytes and 64 tokens apiece",
     )
     max_queued_requests: int = Field(4096, ge=1, description="waiting requests before new ones get 429")
     integrity_interval: int = Field(

@@ -24,6 +24,7 @@ from cluster.errors import (
     RecordingError,
     StartupError,
 )
+from cluster.fake_runner import FakeRunner
 from cluster.flight import NoRecorder
 from cluster.flight.recording import write_into
 from cluster.inproc_group import InprocGroup
@@ -31,11 +32,19 @@ from cluster.model_files import resolve_model
 from cluster.progress import Progress, no_progress
 from cluster.recovery import Recovery, StartBudget
 from cluster.request_timings import RequestTimings
-from cluster.settings import choose_device, effective_config, flight_recorder, group_config, scheduler_config
+from cluster.settings import (
+    choose_device,
+    effective_config,
+    flight_recorder,
+    group_config,
+    make_digest,
+    scheduler_config,
+)
 from cluster.timeline import Timeline
-from cluster.tokenizer import Tokenizer, has_tokenizer
+from cluster.tokenizer import Tokenizer, load_tokenizer
 from cluster.worker_group import WorkerGroup
-from kvcache import NodeSummary
+from kvcache import NodeSummary, PrefixDigest
+from kvcache.digest import DigestReading
 from scheduler.outputs import FinishReason, StepOutputs
 from scheduler.request import InvalidRequest, Request
 from scheduler.scheduler import Scheduler
@@ -71,6 +80,7 @@ class Engine:
         self._closed = False
         self._runtime: ray_runtime.RayRuntime | None = None
         self._scheduler: Scheduler | None = None
+        self._digest: PrefixDigest | None = None
         self._group: WorkerGroup | InprocGroup | None = None
         self._driver: Driver | None = None
 
@@ -94,12 +104,14 @@ class Engine:
                 may_grow = self._runtime.may_grow
             device = choose_device(self.config, on_ray=self._runtime is not None)
             timeline.enter("tokenizer")
-            self.tokenizer = self._load_tokenizer(path)
+            self.tokenizer = load_tokenizer(path)
             settings = group_config(self.config, path, device, may_grow)
-            self._group = WorkerGroup(settings) if self._runtime else InprocGroup(settings.worker, device == "fake")
+            fake = FakeRunner(settings.worker, self.config.fake_tokens_per_s) if device == "fake" else None
+            self._group = WorkerGroup(settings) if self._runtime else InprocGroup(settings.worker, fake)
             group = self._group.start(timeline)
             eos = self.tokenizer.eos_token_ids if self.tokenizer else group.eos_token_ids
-            self._scheduler = Scheduler(scheduler_config(self.config, group, tuple(eos)))
+            self._digest = make_digest(self.config)
+            self._scheduler = Scheduler(scheduler_config(self.config, group, tuple(eos)), self._digest)
             effective = effective_config(self.config, path, device, group)
             self._recorder = flight_recorder(effective, self._scheduler)
             self._driver = Driver(
@@ -204,6 +216,13 @@ class Engine:
         """Counters of the scheduler and the transport, as of the driver loop's current turn. Empty once it ended."""
         return self._in_driver(self._read_stats) or {}
 
+    def read_digest(self, everything: bool) -> DigestReading | None:
+        """What changed in the prefix cache since the last call, and all of it if `everything`.
+
+        None where no digest is kept, or the driver does not answer.
+        """
+        return self._in_driver(partial(self._digest.read, everything)) if self._digest is not None else None
+
     def record_flight(self) -> Path:
         """Save what the flight recorder holds in a new file.
 
@@ -271,14 +290,6 @@ class Engine:
         }
 
     # -- start and end ---------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _load_tokenizer(path: Path) -> Tokenizer | None:
-        """None for a checkpoint without tokenizer files: it serves token ids."""
-        if not has_tokenizer(path):
-            logger.warning("no text, token ids only: %s has no tokenizer", path)
-            return None
-        return Tokenizer(path)
 
     @property
     def _room(self) -> int:

@@ -6,6 +6,7 @@ draws the next token from a hash of the request's tokens and sampling parameters
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,21 +61,30 @@ def _is_printable(piece: bytes) -> bool:
         return False
 
 
-class DoneStep:
-    """A step that is done when it is launched."""
+class TimedStep:
+    """A step that is done at a `time.monotonic()`."""
 
-    def __init__(self, result: StepResult) -> None:
+    def __init__(self, result: StepResult, due: float) -> None:
         self._result = result
+        self._due = due
 
     def result(self) -> StepResult:
+        left = self._due - time.monotonic()
+        if left > 0:
+            time.sleep(left)
         return self._result
 
 
 class FakeRunner:
-    """The `rank_startup.Runner` of one rank. Vocabulary, tokenizer and length limit are those of the checkpoint."""
+    """The `rank_startup.Runner` of one rank. Vocabulary, tokenizer and length limit are those of the checkpoint.
 
-    def __init__(self, worker: WorkerConfig) -> None:
+    `tokens_per_s`: input tokens that it takes a second; None: no time passes.
+    """
+
+    def __init__(self, worker: WorkerConfig, tokens_per_s: float | None = None) -> None:
         self._config = worker
+        self._token_seconds = 0.0 if tokens_per_s is None else 1.0 / tokens_per_s
+        self._busy_until = 0.0
 
     def load(self) -> None:
         """Read config.json and the tokenizer. Raises ModelError."""
@@ -107,11 +117,15 @@ class FakeRunner:
     def warm_up(self) -> list[int]:
         return []
 
-    def launch(self, plan: StepPlan) -> DoneStep:
+    def launch(self, plan: StepPlan) -> TimedStep:
         """Raises FakeWorkerError for a plan that a model would turn into wrong tokens."""
-        return DoneStep(self._worker.execute(plan))
+        result = self._worker.execute(plan)
+        self._busy_until = max(self._busy_until, time.monotonic()) + plan.num_tokens * self._token_seconds
+        return TimedStep(result, self._busy_until)
 
 
-def make_fake_runner(spec: RankSpec, startup: Startup) -> tuple[FakeRunner, Callable[[], None]]:
+def make_fake_runner(
+    spec: RankSpec, startup: Startup, tokens_per_s: float | None = None
+) -> tuple[FakeRunner, Callable[[], None]]:
     """A `rank_startup.RunnerFactory`. The ranks never meet, so there is nothing to wait for."""
-    return FakeRunner(spec.worker), lambda: None
+    return FakeRunner(spec.worker, tokens_per_s), lambda: None

@@ -23,7 +23,7 @@ class InprocGroup:
     size = 1
     strangers = 0
 
-    def __init__(self, worker: WorkerConfig, fake: bool = False) -> None:
+    def __init__(self, worker: WorkerConfig, fake: FakeRunner | None = None) -> None:
         if worker.tp_size != 1:
             raise ConfigError(f"executor inproc runs one rank, not tp_size {worker.tp_size}; use executor ray")
         self.info: GroupInfo | None = None
@@ -49,8 +49,8 @@ class InprocGroup:
             timeline.enter(name, 0, 0.0)
 
         try:
-            if self._fake:
-                self._runner = FakeRunner(self._worker)
+            if self._fake is not None:
+                self._runner = self._fake
             else:
                 self._runner = ModelRunner(
                     self._worker, TPGroup.single(), lambda what, share: timeline.enter(phase, 0, share)

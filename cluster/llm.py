@@ -18,7 +18,8 @@ import numpy as np
 
 from cluster.config import EngineConfig
 from cluster.detokenizer import IncrementalDetokenizer
-from cluster.engine import Engine, EngineInfo
+from cluster.engine import Engine
+from cluster.engine_info import EngineInfo
 from cluster.errors import EngineClosedError, EngineError, InvalidRequestError
 from cluster.logprobs import Logprob, of_prompt, with_tokens
 from cluster.progress import Progress, no_progress

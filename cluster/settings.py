@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -16,7 +17,9 @@ from cluster.handshake import GroupInfo
 from cluster.inproc_group import cuda_is_available
 from cluster.model_files import served_name
 from cluster.rank_startup import make_model_runner
+from cluster.routing import digest_block
 from cluster.worker_group import GroupConfig
+from kvcache import PrefixDigest
 from scheduler.config import SchedulerConfig
 from scheduler.scheduler import Scheduler
 from worker.config import WorkerConfig
@@ -79,7 +82,9 @@ def group_config(config: EngineConfig, model_path: Path, device: str, may_grow: 
         start_timeout=config.start_timeout,
         step_timeout=config.step_timeout,
         may_grow=may_grow,
-        make_runner=make_fake_runner if device == "fake" else make_model_runner,
+        make_runner=partial(make_fake_runner, tokens_per_s=config.fake_tokens_per_s)
+        if device == "fake"
+        else make_model_runner,
     )
 
 
@@ -122,3 +127,10 @@ def flight_recorder(config: EngineConfig, scheduler: Scheduler) -> FlightRecorde
     directory = Path(config.flight_dir).expanduser() if config.flight_dir else default_cache_dir() / "flight"
     engine = {name: getattr(config, name) for name in _RECORDED}
     return FlightRecorder(scheduler, config.flight_steps, config.record_tokens, engine, directory)
+
+
+def make_digest(config: EngineConfig) -> PrefixDigest | None:
+    """The digest that a cache-aware router needs; None where nobody would read it."""
+    if config.router != "cache_aware" or config.cache_type != "radix":
+        return None
+    return PrefixDigest(digest_block(config.page_size), config.router_digest_size)

@@ -8,6 +8,7 @@ many threads at once: nothing is changed after construction.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,8 @@ import tokenizers
 from cluster.chat_template import ChatTemplate
 from cluster.errors import InvalidRequestError, ModelLoadError
 from cluster.token_bytes import TokenBytes
+
+logger = logging.getLogger(__name__)
 
 
 class Tokenizer:
@@ -88,6 +91,14 @@ def has_tokenizer(path: Path) -> bool:
     """Whether the checkpoint has a tokenizer's files, readable or not."""
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     return any((path / name).is_file() for name in names)
+
+
+def load_tokenizer(path: Path) -> Tokenizer | None:
+    """None for a checkpoint without tokenizer files: it serves token ids."""
+    if not has_tokenizer(path):
+        logger.warning("no text, token ids only: %s has no tokenizer", path)
+        return None
+    return Tokenizer(path)
 
 
 def load_backend(path: Path) -> tokenizers.Tokenizer:

@@ -33,6 +33,13 @@ class DigestChange(NamedTuple):
     removed: NDArray[np.uint64]
 
 
+class DigestReading(NamedTuple):
+    """What changed since the last reading, and, if it was asked for, all hashes."""
+
+    change: DigestChange
+    hashes: NDArray[np.uint64] | None
+
+
 def prefix_hashes(ids: Ints, granularity: int) -> NDArray[np.uint64]:
     """The hashes of all prefixes of `ids` that end on a block border, shortest first, uint64."""
     data = as_int32(ids).tobytes()
@@ -84,6 +91,10 @@ class PrefixDigest:
         self._full = False
         self._changes = {}
         return change
+
+    def read(self, everything: bool) -> DigestReading:
+        """`take_changes`, and `hashes` of the same moment if `everything`: for readers that come later than others."""
+        return DigestReading(self.take_changes(), self.hashes() if everything else None)
 
     def clear(self) -> None:
         """Forget everything: the tree was reset."""

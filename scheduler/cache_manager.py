@@ -21,19 +21,24 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from kvcache import CacheHandle, IntegrityError, MatchResult, PageAllocator, create_prefix_cache
+from kvcache import CacheHandle, IntegrityError, MatchResult, PageAllocator, PrefixDigest, create_prefix_cache
 from scheduler.request import Req
 from scheduler.row_state import RowState
 
 
 class CacheManager:
-    """Pages of one pool. `rows` holds the page table; `cache_type` is a name that `create_prefix_cache` knows."""
+    """Pages of one pool. `rows` holds the page table; `cache_type` is a name that `create_prefix_cache` knows.
 
-    def __init__(self, num_pages: int, page_size: int, cache_type: str, rows: RowState) -> None:
+    `digest`, if given, is kept up to date with what the prefix cache holds.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, cache_type: str, rows: RowState, digest: PrefixDigest | None = None
+    ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self.rows = rows
-        self.prefix_cache = create_prefix_cache(cache_type, page_size)
+        self.prefix_cache = create_prefix_cache(cache_type, page_size, digest)
         self.allocator = PageAllocator(num_pages, page_size)
         self.insertions = 0  # grows whenever something enters the tree
         self._quarantine: deque[tuple[int, np.ndarray]] = deque()  # (last plan that uses them, page starts)

@@ -17,6 +17,7 @@ from collections import deque
 
 import numpy as np
 
+from kvcache import PrefixDigest
 from scheduler.cache_manager import CacheManager
 from scheduler.config import SchedulerConfig
 from scheduler.decode import NO_DECODES, DecodeBatch, DecodeEntries
@@ -35,14 +36,14 @@ from scheduler.step import StepFormatError, StepPlan, StepResult
 
 
 class Scheduler:
-    """Requests, rows and pages of one engine."""
+    """Requests, rows and pages of one engine. `digest`: see `CacheManager`."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, digest: PrefixDigest | None = None) -> None:
         self.config = config
         self.rows = RowState(
             config.max_running_requests, config.pages_per_row, config.page_size, len(config.eos_token_ids)
         )
-        self.cache = CacheManager(config.num_pages, config.page_size, config.cache_type, self.rows)
+        self.cache = CacheManager(config.num_pages, config.page_size, config.cache_type, self.rows, digest)
         self.policy = create_policy(config.policy)
         self.decode = DecodeBatch(self.rows, self.cache)
         self.prefill = PrefillPlanner(self.rows, self.cache, self.policy)

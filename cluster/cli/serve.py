@@ -18,6 +18,7 @@ from cluster.cli.flags import add_engine_flags, engine_config
 from cluster.cli.output import Timeline
 from cluster.config import EngineConfig
 from cluster.errors import ConfigError, EngineError
+from cluster.front import FRONTS, prepare
 from cluster.local_processes import kill_descendants
 
 
@@ -32,6 +33,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=port_number, default=8000, help="port to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--front", choices=FRONTS, default="proxy", help="haproxy: tokens cost less than behind Serve's own proxy"
+    )
     add_engine_flags(parser, positional_model=True)
     parser.set_defaults(run=run)
 
@@ -57,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     """
     config = engine_config(args)
     check_port_free(args.host, args.port)
+    prepare(args.front, args.host, config.ray_address)
     timeline = Timeline()
     try:
         with signals_raise(StopRequested) as take_signals:

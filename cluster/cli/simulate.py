@@ -13,6 +13,7 @@ from cluster.cli.flags import positive_float, positive_int
 from cluster.cli.output import check_json_path, write_json
 from cluster.cli.simulate_real import calibrate, differences, run_real
 from cluster.errors import ConfigError
+from cluster.routing import DEFAULT_BETA
 
 if TYPE_CHECKING:
     from cluster.simulate.cost_model import ModelShape, StepCost
@@ -79,7 +80,8 @@ def add_machine_flags(group: Any) -> None:
     group.add_argument("--calibration", metavar="FILE", help="cost model from --calibrate instead of a card's")
     group.add_argument("--tp-size", type=positive_int, default=1, help="cards per replica (default: 1)")
     group.add_argument("--replicas", type=positive_int, default=1, help="(default: 1)")
-    group.add_argument("--router", default="power_of_two", help="random, power_of_two, cache_aware (several: a,b)")
+    group.add_argument("--router", default="power_of_two", help="random, power_of_two, affinity, cache_aware (or a,b)")
+    group.add_argument("--router-beta", type=float, default=DEFAULT_BETA, help="of cache_aware (default: %(default)s)")
     group.add_argument("--report-interval", type=positive_float, default=0.1, help="s between reports to the router")
     group.add_argument("--policy", default="fcfs", help="fcfs, cache, priority, fair (several: a,b; default: fcfs)")
     group.add_argument("--page-size", type=positive_int, default=16, help="(default: %(default)s)")
@@ -243,7 +245,15 @@ def fleet_spec(
 
     vocab_size = model.vocab_size if model else cost.vocab_size
     return FleetSpec(
-        config, vocab_size, args.replicas, args.tp_size, router, args.report_interval, args.seed, args.jobs
+        config,
+        vocab_size,
+        args.replicas,
+        args.tp_size,
+        router,
+        args.report_interval,
+        args.seed,
+        args.jobs,
+        args.router_beta,
     )
 
 

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-__all__ = ["build_openai_app"]
+__all__ = ["build_models_app", "build_openai_app"]
 
 
 def __getattr__(name: str) -> Any:
     """Imports Ray Serve only for those who build an application."""
-    if name == "build_openai_app":
-        from cluster.serve.app import build_openai_app
+    if name in __all__:
+        from cluster.serve import app
 
-        return build_openai_app
+        return getattr(app, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

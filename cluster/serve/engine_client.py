@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import ray
@@ -21,28 +20,29 @@ from cluster.config import EngineConfig
 from cluster.detokenizer import IncrementalDetokenizer
 from cluster.errors import (
     EngineClosedError,
-    EngineError,
     NotReadyError,
     OverloadedError,
     RaydixError,
     TransportError,
 )
+from cluster.routing import digest_block
 from cluster.serve.call_errors import engine_error, is_gone
 from cluster.serve.errors import RequestTimeoutError, from_wire
 from cluster.serve.failover import Failover, Loss
+from cluster.serve.fleet import Fleet, Ticket
 from cluster.serve.metrics import IngressMetrics
+from cluster.serve.router import TICKET
 from cluster.serve.step_receiver import StepReceiver
 from cluster.serve.streams import Delta, StreamGroup, StreamTable, TokenStream
+from cluster.serve.subscriber import Subscriber
 from cluster.tokenizer import Tokenizer
 from scheduler.sampling_params import SamplingParams
 
 logger = logging.getLogger("ray.serve")
 
 LAST_TOKENS_GRACE = 2.0  # seconds between the end of a call and its last tokens on the side channel
-STATUS_TIMEOUT = 2.0
 DRAIN_CHECK = 0.05
 LAST_EVENTS_GRACE = 3.0  # seconds for clients to take the error that ends their stream
-RECORDING_TIMEOUT = 30.0
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,10 @@ class EngineClient:
         self._room = config.max_running_requests + config.max_queued_requests
         self._tokenizer = tokenizer
         self.metrics = IngressMetrics()
+        self.fleet = Fleet(digest_block(config.page_size), config.router_beta, config.router_digest_size)
         self._table = StreamTable(asyncio.get_running_loop(), self.metrics, self._on_gap)
-        self._receiver = StepReceiver(self._table.on_message, node_id, node_ip)
+        self._receiver = StepReceiver(self._table.on_message, node_id, node_ip, self.fleet.learn)
+        self._subscriber = Subscriber(handle, self._receiver.address, self.fleet)
         self._failover = Failover(config.replica_timeout, self._submit, self._fail)
         self._calls: dict[TokenStream, _Call] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -160,37 +162,6 @@ class EngineClient:
         while self._groups and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_CHECK)
 
-    async def status(self) -> dict[str, Any]:
-        """The engine's status. Raises EngineError as `_ask` does."""
-        return await self._ask("status")
-
-    async def record_flight(self) -> dict[str, Any]:
-        """Where the flight recorder's file is: {"node_ip", "file"}. Raises RecordingError, or EngineError as `_ask`."""
-        answer = await self._ask("record_flight", RECORDING_TIMEOUT)
-        if "error" in answer:
-            raise from_wire(answer["error"])
-        return answer
-
-    async def engine_metrics(self) -> dict[str, Any] | None:
-        """See `EngineDeployment.metrics`; None if it does not answer or has failed."""
-        try:
-            return await self._ask("metrics")
-        except RaydixError:
-            return None
-
-    async def _ask(self, method: str, timeout: float = STATUS_TIMEOUT) -> dict[str, Any]:
-        """The answer of a method of the engine deployment without arguments.
-
-        Raises:
-            EngineError: it does not answer within `timeout` seconds, or is gone.
-        """
-        try:
-            return await asyncio.wait_for(getattr(self._handle, method).remote(), timeout)
-        except asyncio.TimeoutError:
-            raise EngineError(f"the engine does not answer within {timeout:g} s") from None
-        except Exception as error:
-            raise engine_error(error) from error
-
     @property
     def open_streams(self) -> int:
         return len(self._table)
@@ -200,6 +171,7 @@ class EngineClient:
         return self._receiver.dropped
 
     def close(self) -> None:
+        self._subscriber.close()
         self._receiver.close()
 
     def _on_end(self, stream: TokenStream, last: Delta) -> None:
@@ -219,16 +191,19 @@ class EngineClient:
         if stream.tokens and sampling.prompt_logprobs is not None:  # they came with the first token
             sampling = sampling.model_copy(update={"prompt_logprobs": None})
         call.starts += 1
+        ids = np.array(call.prompt + stream.tokens, dtype=np.int32)
+        ticket = self.fleet.ticket(ids, sampling.max_tokens - len(stream.tokens))
         call.response = self._handle.generate.remote(
             self._receiver.address,
             stream.stream_id,
-            np.array(call.prompt + stream.tokens, dtype=np.int32),
+            ids,
             sampling,
             call.options.priority,
             call.options.user,
             len(call.prompt),
+            **{TICKET: ticket},
         )
-        task = asyncio.create_task(self._follow(stream, call, call.response))
+        task = asyncio.create_task(self._follow(stream, call, call.response, ticket))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -237,7 +212,7 @@ class EngineClient:
         if call is not None and call.response is not None and not stream.engine_ended:
             call.response.cancel()
 
-    async def _follow(self, stream: TokenStream, call: _Call, response: DeploymentResponse) -> None:
+    async def _follow(self, stream: TokenStream, call: _Call, response: DeploymentResponse, ticket: Ticket) -> None:
         """Wait for the end of the call; tell the stream if it ended badly."""
         try:
             reply = await response
@@ -251,6 +226,8 @@ class EngineClient:
             else:
                 self._fail(stream, engine_error(error))
             return
+        finally:
+            ticket.close()
         if call.response is not response:
             return
         error = from_wire(reply["error"]) if "error" in reply else None

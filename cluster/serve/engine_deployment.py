@@ -21,7 +21,10 @@ from cluster.config import EngineConfig
 from cluster.driver import PROBE_INTERVAL
 from cluster.engine import Engine
 from cluster.errors import EngineError, RaydixError, TransportError
+from cluster.routing import digest_block
+from cluster.serve.autoscaling import METRIC
 from cluster.serve.errors import to_wire
+from cluster.serve.publisher import Publisher
 from cluster.serve.side_channel import ReplyAddress
 from cluster.serve.step_sender import StepSender, join_request_id
 from scheduler.outputs import FinishReason, StepOutputs
@@ -50,6 +53,8 @@ class EngineDeployment:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._engine = Engine(config, self._on_outputs, self._on_failure)
+        self._replica = serve.get_replica_context().replica_id.unique_id
+        self._reports = Publisher(self._replica, digest_block(config.page_size), self._engine, self._sender)
         self._engine.start(_log_progress)
 
     async def generate(
@@ -61,10 +66,12 @@ class EngineDeployment:
         priority: int = 0,
         user: str | None = None,
         prompt_len: int | None = None,
+        work: int = 0,
     ) -> dict[str, Any]:
         """One request. Its tokens go to `address` step by step; this call returns when it has ended.
 
-        `priority`, `user`, `prompt_len`: see `scheduler.request.Request`. Cancelling the call aborts the request.
+        `priority`, `user`, `prompt_len`: see `scheduler.request.Request`. `work`: see `cluster.serve.fleet.Ticket`.
+        Cancelling the call aborts the request.
 
         Returns:
             {"finish": FinishReason} or {"error": see `errors.to_wire`}.
@@ -76,7 +83,8 @@ class EngineDeployment:
             ended = self._open[request_id] = self._loop.create_future()
             try:
                 self._engine.submit(Request(request_id, prompt_ids, sampling, priority, user, prompt_len))
-                return await ended
+                with self._reports.counted(channel, work):
+                    return await ended
             except asyncio.CancelledError:
                 self._engine.abort(request_id)
                 raise
@@ -84,6 +92,10 @@ class EngineDeployment:
                 del self._open[request_id]
         except RaydixError as error:
             return {"error": to_wire(error)}
+
+    async def subscribe(self, address: ReplyAddress) -> None:
+        """From now on reports go to this ingress (`replica_report`), until it is gone."""
+        self._reports.subscribe(await self._sender.connect(address))
 
     async def status(self) -> dict[str, Any]:
         """`failure`: why the engine is lost, or None; `stalled`: why it is not ready, or None; and its counters."""
@@ -96,13 +108,14 @@ class EngineDeployment:
         elif age > STALE_SECONDS:
             stalled = f"no step has finished for {age:.0f} s"
         return {
+            "replica": self._replica,
             "failure": None if failure is None else str(failure),
             "stalled": stalled,
             "stats": await asyncio.to_thread(self._engine.stats),
         }
 
     async def metrics(self) -> dict[str, Any]:
-        """The engine's stats and metrics under their names in `Engine.stats` and `Engine.metrics`.
+        """The engine's stats and metrics under their names in `Engine.stats` and `Engine.metrics`, and `outstanding`.
 
         Raises:
             EngineError: the engine has failed.
@@ -110,15 +123,16 @@ class EngineDeployment:
         stats = await asyncio.to_thread(self._engine.stats)
         if not stats:
             raise self._engine.failure or EngineError("the engine does not answer")
-        return stats | self._engine.metrics()
+        return stats | self._engine.metrics() | {"replica": self._replica, "outstanding": self._reports.outstanding}
 
     async def record_flight(self) -> dict[str, Any]:
-        """Save what the flight recorder holds. Returns {"node_ip", "file"} or {"error": see `errors.to_wire`}."""
+        """Save what the flight recorder holds. Returns {"replica", "node_ip", "file"}, or {"replica", "error"}: see
+        `errors.to_wire`."""
         try:
             path = await asyncio.to_thread(self._engine.record_flight)
         except RaydixError as error:
-            return {"error": to_wire(error)}
-        return {"node_ip": ray.util.get_node_ip_address(), "file": str(path)}
+            return {"replica": self._replica, "error": to_wire(error)}
+        return {"replica": self._replica, "node_ip": ray.util.get_node_ip_address(), "file": str(path)}
 
     async def info(self) -> dict[str, Any]:
         """The effective settings under their names in `EngineConfig`, and what an ingress must know of the model."""
@@ -136,7 +150,7 @@ class EngineDeployment:
         """All that `raydix status` shows of this replica: `info`, `status`, and `metrics` while the engine answers."""
         status = await self.status()
         return {
-            "replica": serve.get_replica_context().replica_id.unique_id,
+            "replica": self._replica,
             "node_ip": ray.util.get_node_ip_address(),
             "info": await self.info(),
             "status": status,
@@ -148,6 +162,10 @@ class EngineDeployment:
         see `NodeSummary`."""
         tree = await asyncio.to_thread(self._engine.cache_summary, max_nodes)
         return await self.report() | {"tree": [tuple(node) for node in tree]}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve calls this; see `autoscaling`."""
+        return {METRIC: float(self._reports.outstanding)}
 
     def check_health(self) -> None:
         """Serve calls this; a failed engine does not heal, so Serve replaces the replica.

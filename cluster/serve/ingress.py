@@ -5,12 +5,10 @@ are the types themselves and not strings (no `from __future__ import annotations
 """
 
 import asyncio
-import logging
 import time
 from importlib.metadata import version
 from typing import Any
 
-import ray
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
@@ -20,17 +18,16 @@ from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 
 from cluster.config import EngineConfig
-from cluster.errors import EngineError, NotReadyError, RaydixError
+from cluster.errors import RaydixError
 from cluster.serve.answers import ChatCompletion, Completion, Detokenized, ModelCard, ModelList, Tokenized
+from cluster.serve.broadcast import ask_all
 from cluster.serve.chat import chat_completion
 from cluster.serve.completions import completion
 from cluster.serve.dashboard import Collector, ingress_facts, page_file
-from cluster.serve.engine_client import EngineClient
 from cluster.serve.errors import problem_of
 from cluster.serve.gate import Gate, Rules, respond
-from cluster.serve.logprobs import LogprobWriter
-from cluster.serve.metrics import render
-from cluster.serve.parsers import choose_tool_parser, has_reasoning
+from cluster.serve.metrics import ModelMetrics, render
+from cluster.serve.models import Models, sums
 from cluster.serve.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -38,12 +35,8 @@ from cluster.serve.protocol import (
     TokenizeRequest,
 )
 from cluster.serve.retirement import retired
-from cluster.serve.service import Service
-from cluster.serve.text import TextWorker
 from cluster.serve.tokenization import detokenize, tokenize
-from cluster.tokenizer import Tokenizer
 
-logger = logging.getLogger("ray.serve")
 VERSION = version("raydix")
 
 app = FastAPI(title="Raydix", version=VERSION, docs_url=None, redoc_url=None)
@@ -71,45 +64,26 @@ async def answer_error(request: Request, error: Exception) -> Response:
 class Ingress:
     """Speaks HTTP and text; the engine speaks tokens. /health answers at once, the rest when the engine is up."""
 
-    async def __init__(self, engine: DeploymentHandle, config: EngineConfig) -> None:
-        self._engine = engine
-        self._config = config
-        self._service: Service | None = None
-        self._collector: Collector | None = None
-        self._failure: Exception | None = None
-        self._start_up = asyncio.create_task(self._start())
+    async def __init__(self, engines: list[DeploymentHandle], configs: list[EngineConfig]) -> None:
+        """One engine deployment for each config, in order. What is not a model's own (keys, limits of bodies, origins,
+        draining) is taken from the first."""
+        context = serve.get_replica_context()
+        self._replica = context.replica_id.unique_id
+        self._siblings = serve.get_deployment_handle(context.deployment, context.app_name)
+        self._config = configs[0]
+        self._models = Models(engines, configs)
+        self._collector = Collector(engines)
+        self._start_up = asyncio.create_task(self._open())
         self._end = asyncio.create_task(self._await_end())
 
-    async def _start(self) -> None:
+    async def _open(self) -> None:
         # Serve makes `self.app` after this object; nothing is awaited in between, so no request comes before this.
         self.app.state.rules = Rules(self._config)
-        try:
-            info = await self._engine.info.remote()
-            tokenizer = await asyncio.to_thread(Tokenizer, info["model"])
-            await asyncio.to_thread(lambda: tokenizer.token_bytes)  # built on first use; not on the first request
-            template = tokenizer.chat_template
-            self._collector = Collector(self._engine)
-            context = ray.get_runtime_context()
-            self._service = Service(
-                model=info["served_model_name"],
-                max_seq_len=info["max_seq_len"],
-                engine=EngineClient(
-                    self._engine, tokenizer, context.get_node_id(), ray.util.get_node_ip_address(), self._config
-                ),
-                text=TextWorker(tokenizer, info["vocab_size"], info["max_seq_len"]),
-                config=self._config,
-                logprobs=LogprobWriter(tokenizer),
-                tool_parser=choose_tool_parser(self._config.tool_parser, template and template.source),
-                has_reasoning=has_reasoning(self._config.reasoning_parser, template and template.source),
-            )
-        except Exception as error:
-            logger.exception("the ingress cannot start")
-            self._failure = error
 
     async def drain(self, grace: float) -> int:
         """Take no new requests, and return when those that run have ended. After `grace` seconds the rest ends with an
         error; returns how many."""
-        return 0 if self._service is None else await self._service.engine.drain(grace)
+        return await self._models.drain(grace)
 
     async def _await_end(self) -> None:
         """Serve stops a replica without a word to it, and kills it when its time is up: end what runs before that."""
@@ -117,77 +91,82 @@ class Ingress:
         await self.drain(self._config.drain_timeout)
 
     def check_health(self) -> None:
-        """Serve calls this. Raises what kept the ingress from starting, so that Serve replaces it."""
-        if self._failure is not None:
-            raise self._failure
-
-    def _ready_service(self) -> Service:
-        if self._failure is not None:
-            raise EngineError(f"the server cannot start: {self._failure}")
-        if self._service is None:
-            raise NotReadyError("the model is still loading; try again later")
-        return self._service
+        """Serve calls this. Raises what kept a model from starting, so that Serve replaces the ingress."""
+        for model in self._models.all:
+            if model.failure is not None:
+                raise model.failure
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion)
     async def chat_completions(self, body: ChatCompletionRequest) -> Any:
-        return await chat_completion(self._ready_service(), body, time.monotonic())
+        return await chat_completion(self._models.service(body.model), body, time.monotonic())
 
     @app.post("/v1/completions", response_model=Completion)
     async def completions(self, body: CompletionRequest) -> Any:
-        return await completion(self._ready_service(), body, time.monotonic())
+        return await completion(self._models.service(body.model), body, time.monotonic())
 
     @app.post("/tokenize")
     async def tokenize(self, body: TokenizeRequest) -> Tokenized:
-        return await tokenize(self._ready_service(), body)
+        return await tokenize(self._models.service(body.model), body)
 
     @app.post("/detokenize")
     async def detokenize(self, body: DetokenizeRequest) -> Detokenized:
-        return await detokenize(self._ready_service(), body)
+        return await detokenize(self._models.service(body.model), body)
 
     @app.get("/v1/models")
     async def models(self) -> ModelList:
-        return ModelList(data=[self._ready_service().card])
+        return ModelList(data=[model.service.card for model in self._models.all])
 
     @app.get("/v1/models/{model:path}")
     async def model(self, model: str) -> ModelCard:
-        service = self._ready_service()
-        service.check_model(model)
-        return service.card
+        return self._models.service(model).card
 
     @app.get("/health")
     async def health(self) -> dict[str, Any]:
-        """This process answers. Whether the engine does is /ready's question."""
-        if self._service is None:
-            return {"status": "starting"}
-        engine = self._service.engine
-        return {"status": "ok", "open_streams": engine.open_streams, "dropped_messages": engine.dropped_messages}
+        """This process answers. Whether engines do is /ready's question."""
+        loading = len(self._models.loaded) < len(self._models.all)
+        return {"status": "starting" if loading else "ok"} | self._models.health()
 
     @app.get("/ready")
     async def ready(self) -> dict[str, Any]:
-        """200 while steps finish (an idle engine probes its ranks), else 503 with the reason."""
-        engine = self._ready_service().engine
-        if engine.draining:
-            raise NotReadyError("the server is stopping")
-        status = await engine.status()
-        problem = status["failure"] or status["stalled"]
-        if problem is not None:
-            raise EngineError(f"the engine is not ready: {problem}")
-        return {"status": "ready", "stats": status["stats"]}
+        """200 while steps of some engine of every model finish (an idle one probes its ranks), else 503 with why not.
+
+        `stats` are sums over the engines.
+        """
+        found = await asyncio.gather(*(model.readiness() for model in self._models.all))
+        return {
+            "status": "ready",
+            "replicas": sum(count for count, _ in found),
+            "stats": sums(each for _, each in found),
+        }
 
     @app.get("/metrics")
     async def metrics(self) -> Response:
-        service = self._ready_service()
-        text = render(service.model, service.engine.metrics, await service.engine.engine_metrics())
+        """Of all replicas of the ingress and the engines, whichever of them is asked."""
+        models = self._models.all
+        ingresses, *engines = await asyncio.gather(
+            ask_all(self._siblings, "client_metrics"), *(ask_all(model.engine, "metrics") for model in models)
+        )
+        ingresses |= {self._replica: await self.client_metrics()}
+        text = render(
+            ModelMetrics(model.name, {name: each[model.name] for name, each in ingresses.items()}, of_engines)
+            for model, of_engines in zip(models, engines, strict=True)
+        )
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @app.post("/flight_record")
     async def flight_record(self) -> dict[str, Any]:
-        """Save the engine's last steps, on its node."""
-        return await self._ready_service().engine.record_flight()
+        """Save every engine's last steps, each on its node. Answers where: [{"replica", "node_ip", "file"}, ...]."""
+        found = await asyncio.gather(*(model.record_flight() for model in self._models.all))
+        return {"recordings": [recording for recordings in found for recording in recordings]}
+
+    async def client_metrics(self) -> dict[str, Any]:
+        """For the other ingresses: what this one's clients saw of each model; see `IngressMetrics.snapshot`."""
+        seen = {model.name: model.service.engine.metrics.snapshot() for model in self._models.all}
+        return seen | {"replica": self._replica}
 
     @app.get("/dashboard/state")
     async def dashboard_state(self) -> dict[str, Any]:
-        service = self._ready_service()
+        service = self._models.all[0].service  # the one that its chat speaks to
         facts = {"model": service.model, "max_seq_len": service.max_seq_len, "version": VERSION}
         return facts | await self._collector.state()
 
@@ -196,9 +175,9 @@ class Ingress:
     async def dashboard(self, name: str = "index.html") -> Response:
         return page_file(name)
 
-    async def facts(self) -> dict[str, Any]:
-        """What clients of this ingress saw, for the dashboard; called by another ingress or this one."""
-        return ingress_facts(self._service.engine) if self._service is not None else {}
+    async def facts(self) -> list[dict[str, Any]]:
+        """What clients of this ingress saw of each model, for the dashboard; called by another ingress or this one."""
+        return [ingress_facts(service.engine) for service in self._models.loaded]
 
     @app.get("/version")
     async def version(self) -> dict[str, str]:
@@ -206,6 +185,4 @@ class Ingress:
 
     def __del__(self) -> None:
         """Serve calls this when the replica stops."""
-        if self._service is not None:
-            self._service.engine.close()
-            self._service.text.close()
+        self._models.close()

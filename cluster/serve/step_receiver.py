@@ -13,6 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 from cluster.curve import AllowList, KeyPair, serve_with
 from cluster.errors import TransportError
 from cluster.ipc_directory import IpcDirectory
+from cluster.serve.replica_report import REPORT, ReplicaReport
 from cluster.serve.side_channel import ReplyAddress, StepMessage
 
 logger = logging.getLogger(__name__)
@@ -21,11 +22,20 @@ logger = logging.getLogger(__name__)
 class StepReceiver:
     """Binds an ipc and a tcp socket, receives in its own thread, and calls `on_message` there once per message.
 
+    `on_report` gets the reports of engine replicas, in the same thread.
+
     `address` is what an engine needs to send here.
     """
 
-    def __init__(self, on_message: Callable[[StepMessage], None], node_id: str, node_ip: str) -> None:
+    def __init__(
+        self,
+        on_message: Callable[[StepMessage], None],
+        node_id: str,
+        node_ip: str,
+        on_report: Callable[[ReplicaReport], None],
+    ) -> None:
         self._on_message = on_message
+        self._on_report = on_report
         self._dropped_messages = 0
         self._handshakes_missing = 0  # tcp connections accepted less handshakes that succeeded
         self._context = zmq.Context()
@@ -88,10 +98,14 @@ class StepReceiver:
                     self._receive(socket.recv_multipart())
 
     def _receive(self, frames: list[bytes]) -> None:
+        secret = self.address.secret
         try:
+            if len(frames) == 2 and frames[0] == REPORT:
+                self._on_report(ReplicaReport.decode(frames[1], secret))
+                return
             if len(frames) != 1:
                 raise TransportError(f"step message of {len(frames)} frames")
-            message = StepMessage.decode(frames[0], self.address.secret)
+            message = StepMessage.decode(frames[0], secret)
         except TransportError as error:
             self._dropped_messages += 1
             logger.warning("dropped a message on the side channel (%d so far): %s", self._dropped_messages, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +13,7 @@ import zmq
 
 from cluster.curve import connect_with
 from cluster.errors import TransportError
+from cluster.serve.replica_report import REPORT, ReplicaReport
 from cluster.serve.side_channel import ReplyAddress, StepMessage
 from scheduler.outputs import StepOutputs
 from scheduler.step import LogprobBlock, SampledLogprobs
@@ -134,15 +136,21 @@ class StepSender:
                         if key >> STREAM_BITS == number
                     },
                 )
-                if not self._send(number, message):
+                if self._send(number, message.encode):
+                    channel.sent += 1
+                else:
                     lost += outputs.request_ids[mine].tolist()
         return lost
 
-    def _send(self, number: int, message: StepMessage) -> bool:
+    def send_report(self, number: int, report: ReplicaReport) -> bool:
+        """Send a report to one ingress; False if it is gone."""
+        with self._lock:
+            return number in self._channels and self._send(number, report.encode, REPORT)
+
+    def _send(self, number: int, encode: Callable[[bytes], bytes], *frames: bytes) -> bool:
         channel = self._channels[number]
         try:
-            channel.socket.send(message.encode(channel.secret), zmq.DONTWAIT)
-            channel.sent += 1
+            channel.socket.send_multipart([*frames, encode(channel.secret)], zmq.DONTWAIT)
             return True
         except zmq.Again:
             channel.socket.close()

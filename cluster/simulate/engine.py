@@ -67,10 +67,8 @@ class SimulatedEngine:
     def __init__(
         self, config: SchedulerConfig, worker: TimedWorker, recorder: Recorder, digest: PrefixDigest | None = None
     ) -> None:
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, digest)
         self.digest = digest
-        if digest is not None:
-            self.scheduler.cache.prefix_cache.digest = digest
         self._worker = worker
         self._recorder = recorder
         self._arrivals: deque[tuple[float, Request]] = deque()

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cluster.routing import DEFAULT_BETA, digest_block
 from cluster.simulate.engine import TimedWorker
 from cluster.simulate.metrics import RunResult, Totals
-from cluster.simulate.routers import DIGEST_BLOCKS, create_router
+from cluster.simulate.routers import create_router
 from cluster.simulate.shard import (
     Arrival,
     LocalShard,
@@ -50,6 +51,7 @@ class FleetSpec:
     window: float = 0.1
     seed: int = 0
     jobs: int = 1
+    router_beta: float = DEFAULT_BETA
 
 
 def simulate(label: str, trace: Trace, spec: FleetSpec, make_worker: Callable[[], TimedWorker]) -> RunResult:
@@ -76,8 +78,8 @@ def simulate(label: str, trace: Trace, spec: FleetSpec, make_worker: Callable[[]
 class _Fleet:
     def __init__(self, trace: Trace, spec: FleetSpec, make_worker: Callable[[], TimedWorker]) -> None:
         self._trace, self._spec = trace, spec
-        granularity = DIGEST_BLOCKS * spec.scheduler.page_size
-        self._router = create_router(spec.router, spec.replicas, granularity, spec.seed)
+        granularity = digest_block(spec.scheduler.page_size)
+        self._router = create_router(spec.router, spec.replicas, granularity, spec.router_beta, spec.seed)
         self._digests = self._router.needs_digests and spec.replicas > 1 and spec.scheduler.cache_type == "radix"
         parts = split(spec.replicas, spec.jobs)
         kind = LocalShard if len(parts) == 1 else RemoteShard
@@ -91,8 +93,6 @@ class _Fleet:
         ]
         self._shard_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
         self._next_events = [np.inf] * len(parts)
-        self._loads = np.zeros(spec.replicas, dtype=np.int64)
-        self._replica_of = np.zeros(len(trace.requests), dtype=np.int64)
         self._ready = [(request.arrival, i) for i, request in enumerate(trace.requests) if request.after is None]
         heapq.heapify(self._ready)
         self._followers: dict[int, list[int]] = {}
@@ -125,24 +125,26 @@ class _Fleet:
     def _route(self, when: float, number: int) -> Arrival:
         replica = 0
         if self._spec.replicas > 1:
-            segments = self._trace.requests[number].prompt
-            prompt = prompt_tokens(segments, self._spec.vocab_size) if self._digests else NO_TOKENS
-            replica = self._router.choose(prompt, self._loads)
-        self._replica_of[number] = replica
-        self._loads[replica] += 1
+            request = self._trace.requests[number]
+            prompt = prompt_tokens(request.prompt, self._spec.vocab_size) if self._digests else NO_TOKENS
+            replica = self._router.route(number, prompt, request.prompt_len, request.output_len)
         return Arrival(when, number, replica)
 
     def _learn(self, report: WindowReport, end: float) -> None:
         for replica, change in report.changes:
             self._router.learn(replica, change)
         for when, number in report.ended:
-            self._loads[self._replica_of[number]] -= 1
+            self._release(number)
             for follower in self._followers.get(number, ()):
                 pause = self._trace.requests[follower].arrival
                 heapq.heappush(self._ready, (max(when + pause, end), follower))
         for number in report.refused:
-            self._loads[self._replica_of[number]] -= 1
+            self._release(number)
             self._refuse(number)
+
+    def _release(self, number: int) -> None:
+        if self._spec.replicas > 1:
+            self._router.ended(number)
 
     def _refuse(self, number: int) -> None:
         """It and all that were to follow it."""

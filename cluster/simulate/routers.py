@@ -6,7 +6,8 @@ router          serves well                                                  pri
 ==============  ===========================================================  =====================================
 random          nothing to know, nothing to go wrong                         some replicas queue while others idle
 power_of_two    the less loaded of two random replicas: nearly even load     ignores what the caches hold
-cache_aware     the replica that has most of the prompt, less its load       needs the digests; hot prefixes crowd
+affinity        the replica that has most of the prompt                      hot prefixes crowd one replica
+cache_aware     the same, less the work that the replica has                 needs the digests
 ==============  ===========================================================  =====================================
 """
 
@@ -17,96 +18,100 @@ from abc import ABC, abstractmethod
 import numpy as np
 
 from cluster.errors import ConfigError
+from cluster.routing import PrefixIndex, best_first, work_of
 from kvcache.digest import DigestChange, prefix_hashes
 
-DIGEST_BLOCKS = 8  # pages to one hash of the digest
-REQUEST_TOKENS = 256  # cached tokens that outweigh one more unfinished request on a replica
-CANDIDATES = 2  # random replicas that cache_aware looks at beside those with the prefix
+MAX_HASHES = 1 << 16  # kept of each replica
 
 
 class Router(ABC):
-    """`loads` is the number of unfinished requests by replica."""
+    """Counts each replica's unfinished requests."""
 
     needs_digests = False
 
-    def __init__(self, replicas: int, granularity: int, rng: np.random.Generator) -> None:
+    def __init__(self, replicas: int, granularity: int, beta: float, rng: np.random.Generator) -> None:
         self._replicas = replicas
         self._granularity = granularity  # tokens per hash of the digests
+        self._beta = beta
         self._rng = rng
+        self._unfinished = np.zeros(replicas, dtype=np.int64)
+        self._replica_of: dict[int, int] = {}
+
+    def route(self, number: int, prompt: np.ndarray, prompt_len: int, max_tokens: int) -> int:
+        """The replica for request `number`; `prompt` (int32 ids) is empty unless the router needs digests."""
+        replica = self._choose(number, prompt, prompt_len, max_tokens)
+        self._unfinished[replica] += 1
+        self._replica_of[number] = replica
+        return replica
+
+    def ended(self, number: int) -> None:
+        """A request that was routed has ended, or was refused."""
+        self._unfinished[self._replica_of.pop(number)] -= 1
 
     @abstractmethod
-    def choose(self, prompt: np.ndarray, loads: np.ndarray) -> int:
-        """The replica for a prompt (int32 ids)."""
+    def _choose(self, number: int, prompt: np.ndarray, prompt_len: int, max_tokens: int) -> int: ...
 
     def learn(self, replica: int, change: DigestChange) -> None:  # noqa: B027
         """A report of what changed in a replica's cache."""
 
 
 class RandomRouter(Router):
-    def choose(self, prompt: np.ndarray, loads: np.ndarray) -> int:
+    def _choose(self, number: int, prompt: np.ndarray, prompt_len: int, max_tokens: int) -> int:
         return int(self._rng.integers(self._replicas))
 
 
 class PowerOfTwo(Router):
     """Mitzenmacher, The power of two choices in randomized load balancing, 2001."""
 
-    def choose(self, prompt: np.ndarray, loads: np.ndarray) -> int:
+    def _choose(self, number: int, prompt: np.ndarray, prompt_len: int, max_tokens: int) -> int:
         first, second = self._rng.integers(self._replicas, size=2).tolist()
-        return first if loads[first] <= loads[second] else second
+        return first if self._unfinished[first] <= self._unfinished[second] else second
 
 
 class CacheAware(Router):
-    """Largest (cached tokens - REQUEST_TOKENS x unfinished requests) among the replicas with the longest cached prefix
-    and a few random ones; ties at random."""
+    """The server's own score, see `cluster.routing`."""
 
     needs_digests = True
 
-    def __init__(self, replicas: int, granularity: int, rng: np.random.Generator) -> None:
-        super().__init__(replicas, granularity, rng)
-        self._holders: dict[int, set[int]] = {}  # prefix hash -> replicas
-        self._held: list[set[int]] = [set() for _ in range(replicas)]
+    def __init__(self, replicas: int, granularity: int, beta: float, rng: np.random.Generator) -> None:
+        super().__init__(replicas, granularity, beta, rng)
+        self._index = PrefixIndex(MAX_HASHES)
+        self._outstanding = np.zeros(replicas, dtype=np.int64)
+        self._work: dict[int, int] = {}
 
     def learn(self, replica: int, change: DigestChange) -> None:
-        held = self._held[replica]
-        gone = list(held) if change.full else change.removed.tolist()
-        for prefix in gone:
-            held.discard(prefix)
-            holders = self._holders[prefix]
-            holders.discard(replica)
-            if not holders:
-                del self._holders[prefix]
-        for prefix in change.added.tolist():
-            held.add(prefix)
-            self._holders.setdefault(prefix, set()).add(replica)
+        self._index.learn(replica, change)
 
-    def choose(self, prompt: np.ndarray, loads: np.ndarray) -> int:
+    def ended(self, number: int) -> None:
+        self._outstanding[self._replica_of[number]] -= self._work.pop(number)
+        super().ended(number)
+
+    def _choose(self, number: int, prompt: np.ndarray, prompt_len: int, max_tokens: int) -> int:
         hashes = prefix_hashes(prompt[:-1], self._granularity).tolist()
-        # The longest prefix that anybody has: where one is held, its shorter ones are.
-        low, high = 0, len(hashes)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if hashes[middle - 1] in self._holders:
-                low = middle
-            else:
-                high = middle - 1
-        candidates = set(self._rng.integers(self._replicas, size=CANDIDATES).tolist())
-        if low:
-            candidates |= self._holders[hashes[low - 1]]
-        replicas = self._rng.permutation(sorted(candidates)).tolist()
-        return max(replicas, key=lambda r: self._matched(r, hashes, low) - REQUEST_TOKENS * loads[r])
-
-    def _matched(self, replica: int, hashes: list[int], longest: int) -> int:
-        held = self._held[replica]
-        while longest and hashes[longest - 1] not in held:
-            longest -= 1
-        return longest * self._granularity
+        matched = self._granularity * self._index.matched(hashes, self._replicas)
+        replica = int(best_first(matched, self._outstanding, self._beta, self._rng)[0])
+        self._work[number] = work_of(prompt_len, int(matched[replica]), max_tokens)
+        self._outstanding[replica] += self._work[number]
+        return replica
 
 
-ROUTERS: dict[str, type[Router]] = {"random": RandomRouter, "power_of_two": PowerOfTwo, "cache_aware": CacheAware}
+class Affinity(CacheAware):
+    """The longest cached prefix, whatever the load."""
+
+    def __init__(self, replicas: int, granularity: int, beta: float, rng: np.random.Generator) -> None:
+        super().__init__(replicas, granularity, 0.0, rng)
 
 
-def create_router(name: str, replicas: int, granularity: int, seed: int) -> Router:
+ROUTERS: dict[str, type[Router]] = {
+    "random": RandomRouter,
+    "power_of_two": PowerOfTwo,
+    "affinity": Affinity,
+    "cache_aware": CacheAware,
+}
+
+
+def create_router(name: str, replicas: int, granularity: int, beta: float, seed: int) -> Router:
     """Raises ConfigError for an unknown name."""
     if name not in ROUTERS:
         raise ConfigError(f"unknown router {name!r}; known are {', '.join(ROUTERS)}")
-    return ROUTERS[name](replicas, granularity, np.random.default_rng(seed))
+    return ROUTERS[name](replicas, granularity, beta, np.random.default_rng(seed))

@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.errors import StartupError
 
-ENGINE = "engine"
+ENGINE = "engine"  # its deployment; engine-NAME where several models are served
 _LEAST_WAIT = 0.1  # seconds left for one application's replicas when others took most of the time
 
 
@@ -73,11 +73,13 @@ def collect(timeout: float) -> list[ApplicationStatus]:
             each: (str(overview.status.value), {str(state): n for state, n in overview.replica_states.items()})
             for each, overview in application.deployments.items()
         }
-        if ENGINE not in deployments:
+        engines = [each for each in deployments if each == ENGINE or each.startswith(f"{ENGINE}-")]
+        if not engines:
             continue
         status = ApplicationStatus(name, application.status.value, application.message, deployments)
-        if deployments[ENGINE][1].get("RUNNING"):
-            _ask_replicas(status, max(_LEAST_WAIT, deadline - time.monotonic()))
+        for engine in engines:
+            if deployments[engine][1].get("RUNNING"):
+                _ask_replicas(status, engine, max(_LEAST_WAIT, deadline - time.monotonic()))
         found.append(status)
     if not found:
         raise StartupError("nothing of raydix is served on this Ray cluster")
@@ -98,12 +100,12 @@ def rate(before: list[ApplicationStatus], now: list[ApplicationStatus], counter:
     return rates
 
 
-def _ask_replicas(status: ApplicationStatus, timeout: float) -> None:
+def _ask_replicas(status: ApplicationStatus, engine: str, timeout: float) -> None:
     from ray import serve
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
-    handle = serve.get_deployment_handle(ENGINE, status.name)
+    handle = serve.get_deployment_handle(engine, status.name)
     try:
         answers = handle.broadcast("report").results(timeout_s=timeout, return_exceptions=True)
     except (RayError, RayServeException, TimeoutError) as error:

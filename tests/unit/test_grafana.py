@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.histogram import Histogram
-from cluster.serve.metrics import PREFIX, IngressMetrics, render
+from cluster.serve.metrics import PREFIX, IngressMetrics, ModelMetrics, render
 
 DASHBOARD = Path(__file__).parents[2] / "ray_configs/grafana/raydix.json"
 
@@ -24,7 +24,7 @@ class AnyEngine(defaultdict):
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     ingress = IngressMetrics()
     ingress.ended(1.0, "stop")
-    lines = render("model", ingress, AnyEngine()).decode().splitlines()
+    lines = render([ModelMetrics("model", {"i": ingress.snapshot()}, {"r": AnyEngine()})]).decode().splitlines()
     there = {re.match(r"\w+", line)[0] for line in lines if line.startswith(PREFIX)}
     dashboard = json.loads(DASHBOARD.read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]

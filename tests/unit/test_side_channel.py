@@ -58,7 +58,7 @@ def receivers():
 
     def make():
         received: queue.Queue[StepMessage] = queue.Queue()
-        receiver = StepReceiver(received.put, "node-a", "127.0.0.1")
+        receiver = StepReceiver(received.put, "node-a", "127.0.0.1", received.put)
         made.append(receiver)
         return receiver, received
 
@@ -269,7 +269,7 @@ def test_a_callback_that_fails_does_not_stop_the_receiver(sender):
         if message.step_id == 1:
             raise RuntimeError("boom")
 
-    receiver = StepReceiver(fail_once, "node-a", "127.0.0.1")
+    receiver = StepReceiver(fail_once, "node-a", "127.0.0.1", fail_once)
     try:
         channel = connect(sender, receiver.address)
         for step in (1, 2):

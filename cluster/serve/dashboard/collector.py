@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from ray import serve
@@ -30,9 +31,9 @@ _WHEREABOUTS = ("node_ip", "pid", "gpu_ids")
 class Collector:
     """Collects at most once in `_REFRESH` seconds; callers in between share an answer."""
 
-    def __init__(self, engine: DeploymentHandle) -> None:
+    def __init__(self, engines: Sequence[DeploymentHandle]) -> None:
         own = serve.get_replica_context()
-        self._engine = engine
+        self._engines = engines
         self._ingress = serve.get_deployment_handle(own.deployment, own.app_name)
         self._lock = asyncio.Lock()
         self._state: dict[str, Any] = {}
@@ -48,14 +49,15 @@ class Collector:
             return self._state
 
     async def _collect(self) -> dict[str, Any]:
-        engines, ingresses = await asyncio.gather(
-            _ask(self._engine, "picture", MAX_TREE_NODES), _ask(self._ingress, "facts")
+        ingresses, *found = await asyncio.gather(
+            _ask(self._ingress, "facts"), *(_ask(engine, "picture", MAX_TREE_NODES) for engine in self._engines)
         )
+        engines = [each for of_model in found for each in of_model]
         answers = [*engines, *ingresses]
         return {
             "time": time.time(),
             "replicas": sorted((_replica(each) for each in engines if isinstance(each, dict)), key=_name),
-            "ingresses": [each for each in ingresses if isinstance(each, dict) and each],
+            "ingresses": [facts for each in ingresses if isinstance(each, list) for facts in each],
             "silent": [_first_line(each) for each in answers if isinstance(each, BaseException)],
         }
 
