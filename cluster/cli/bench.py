@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from cluster.cli import bench_serve
+from cluster.cli import bench_router, bench_serve
 from cluster.cli.flags import add_engine_flags, engine_config, positive_int
 from cluster.cli.output import Timeline, cell, check_json_path, print_table, write_json
 from cluster.errors import ConfigError
@@ -21,6 +21,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("bench", help="measure throughput, scheduler and prefix cache")
     kinds = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     bench_serve.add_parser(kinds)
+    bench_router.add_parser(kinds)
     add_serving_path(kinds)
     add_throughput(kinds)
     add_latency(kinds)
