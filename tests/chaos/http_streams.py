@@ -38,6 +38,7 @@ class Reader(threading.Thread):
             self.error = error
 
     def _refused(self) -> bool:
+        """Whether to try again; otherwise the stream was read to its end."""
         with (
             self._server.client(timeout=300) as client,
             client.stream("POST", "/v1/completions", json=self._body) as response,

@@ -79,10 +79,13 @@ def test_kill_9_of_a_random_rank_again_and_again(
     assert max(pause.detect for pause in pauses) < 2.0
 
 
-def test_a_stopped_rank_is_found_by_the_watchdog(tiny_llama: Path, expected: list[list[int]], record_property) -> None:
+@pytest.mark.parametrize("stops", [2, pytest.param(20, marks=pytest.mark.full_grid)])
+def test_a_stopped_rank_is_found_by_the_watchdog(
+    tiny_llama: Path, expected: list[list[int]], stops: int, record_property
+) -> None:
     with running(Load(tiny_llama, step_timeout=3.0)) as load:
         cold = load.engine.info.startup_seconds
-        pauses = disturb(load, signal.SIGSTOP, 2, random.Random(1))
+        pauses = disturb(load, signal.SIGSTOP, stops, random.Random(stops))
         load.drain()
         load.check(expected)
     table = report("SIGSTOP, step_timeout 3 s", pauses, cold)
