@@ -81,6 +81,11 @@ class Driver:
         self.last_recoveries: deque[Recovery] = deque(maxlen=_KEPT_RECOVERIES)
         self.last_progress = time.monotonic()  # when a step or a probe was last answered
 
+    @property
+    def overdue(self) -> float:
+        """Seconds since a step or probe was last answered, without those that the step in flight should take."""
+        return time.monotonic() - self.last_progress - self._watchdog.expected
+
     def start(self) -> None:
         self._thread.start()
 

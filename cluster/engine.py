@@ -260,9 +260,9 @@ class Engine:
             return None
 
     @property
-    def last_progress(self) -> float:
-        """`time.monotonic()` of the last answered step or idle probe (one every few seconds)."""
-        return self._driver.last_progress
+    def overdue(self) -> float:
+        """Seconds without an answered step or idle probe (one every few seconds), without a long step's own."""
+        return self._driver.overdue
 
     def shutdown(self) -> None:
         """End the ranks, and Ray if this engine started it. Unfinished requests fail. Safe to call twice."""

@@ -41,9 +41,11 @@ class Watchdog:
         self._compile_timeout = compile_timeout
         self._pace: float | None = None  # seconds per token of the slower steps lately
         self._known: set[tuple[int, ...]] = set()
+        self.expected = 0.0  # seconds that the oldest step in flight should take, as those before it did
 
     def sent(self, plan: StepPlan, now: float) -> None:
         self.in_flight.append(StepInFlight(plan.step_id, now, _work(plan), _kind(plan)))
+        self._expect()
 
     def answered(self, now: float, last_progress: float) -> float:
         """The oldest step has its answer. Returns the seconds that it took, from when it could begin."""
@@ -52,12 +54,14 @@ class Watchdog:
         if step.kind in self._known and step.work >= _LEAST_WORK:
             self._pace = max(seconds / step.work, (self._pace or 0.0) * _FORGET)
         self._known.add(step.kind)
+        self._expect()
         return seconds
 
     def forget(self) -> None:
         """The ranks are new: nothing is in flight, and nothing compiled."""
         self.in_flight.clear()
         self._known.clear()
+        self._expect()
 
     def allowed(self) -> float:
         """Seconds that the oldest step in flight may take."""
@@ -65,6 +69,10 @@ class Watchdog:
         pace = _UNKNOWN_PACE if self._pace is None else _SLACK * self._pace
         first = 0.0 if step.kind in self._known else self._compile_timeout
         return self._step_timeout + pace * step.work + first
+
+    def _expect(self) -> None:
+        pace = _UNKNOWN_PACE if self._pace is None else self._pace
+        self.expected = pace * self.in_flight[0].work if self.in_flight else 0.0
 
 
 def _work(plan: StepPlan) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from dataclasses import asdict
 from typing import Any
 
@@ -101,12 +100,12 @@ class EngineDeployment:
         """`failure`: why the engine is lost, or None; `stalled`: why it is not ready, or None; and its counters."""
         recovering = self._engine.recovering
         failure = self._engine.failure
-        age = time.monotonic() - self._engine.last_progress  # of the last step, or of an idle engine's last probe
+        overdue = self._engine.overdue
         stalled = None
         if recovering is not None:
             stalled = f"its workers are being started again: {recovering}"
-        elif age > STALE_SECONDS:
-            stalled = f"no step has finished for {age:.0f} s"
+        elif overdue > STALE_SECONDS:
+            stalled = f"no step has finished for {overdue:.0f} s longer than it should take"
         return {
             "replica": self._replica,
             "failure": None if failure is None else str(failure),

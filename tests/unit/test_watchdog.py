@@ -72,3 +72,17 @@ def test_a_step_that_waited_for_the_one_before_counts_from_its_answer() -> None:
     watchdog.sent(plan(2, 64), 10.0)
     assert watchdog.answered(15.0, 9.0) == pytest.approx(5.0)
     assert watchdog.answered(16.0, 15.0) == pytest.approx(1.0)
+
+
+def test_what_a_long_step_should_take_is_known_while_it_runs() -> None:
+    watchdog = Watchdog(60.0)
+    for step_id in (1, 2):
+        run(watchdog, plan(step_id, 128), 1.28)
+    assert watchdog.expected == 0
+    watchdog.sent(plan(3, 2048), 200.0)
+    watchdog.sent(plan(4, 128), 200.0)
+    assert watchdog.expected == pytest.approx(20.48, rel=0.6)  # more, since it attends to more
+    watchdog.answered(220.0, 200.0)
+    assert watchdog.expected < 2
+    watchdog.forget()
+    assert watchdog.expected == 0
