@@ -38,6 +38,8 @@ class RankActor:
         )
         if spec.worker.device == "cuda":
             _take_normal_priority()
+        if spec.visible_gpus:  # read when CUDA starts, which is later
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(spec.visible_gpus)
         port = RankPort(spec.address)
         startup = Startup(spec, port)
         try:

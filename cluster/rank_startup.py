@@ -46,7 +46,11 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """Everything a rank is told at its start. `start_timeout` bounds every wait until it is ready, in seconds."""
+    """Everything a rank is told at its start. `start_timeout` bounds every wait until it is ready, in seconds.
+
+    `visible_gpus`: ids of the group's cards on this node, among which `worker.device_index` counts: cards map each
+    other's memory only where both are visible. (): the card that Ray made visible.
+    """
 
     group: str
     address: RankAddress
@@ -55,6 +59,7 @@ class RankSpec:
     node_ip: str
     start_timeout: float
     step_timeout: float
+    visible_gpus: tuple[str, ...] = ()
 
 
 RunnerFactory = Callable[["RankSpec", "Startup"], tuple[Runner, Callable[[], None]]]

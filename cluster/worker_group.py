@@ -179,14 +179,18 @@ class WorkerGroup:
         self._transport = DriverTransport(local, ray.util.get_node_ip_address())
         self._group_id = secrets.token_hex(8)
         for number, (actor, place) in enumerate(zip(self._actors, self._ranks, strict=True)):
+            neighbours = [other for other in self._ranks if other.node_id == place.node_id]
+            gpus = self._visible_gpus(neighbours)
             spec = RankSpec(
                 group=self._group_id,
                 address=self._transport.addresses[number],
                 worker=replace(
                     self._worker(),
                     tp_rank=number,
-                    local_ranks=sum(other.node_id == place.node_id for other in self._ranks),
+                    local_ranks=len(neighbours),
+                    device_index=gpus.index(place.gpu_ids[0]) if gpus else 0,
                 ),
+                visible_gpus=gpus,
                 backend=self.config.backend,
                 node_ip=place.node_ip,
                 start_timeout=max(0.0, deadline - time.monotonic()),
@@ -195,6 +199,12 @@ class WorkerGroup:
             run = actor.run.remote(spec, self.config.make_runner).future()
             run.add_done_callback(partial(self._on_run_ended, self._ended, number))
             self._runs.append(run)
+
+    def _visible_gpus(self, neighbours: list[Whereabouts]) -> tuple[str, ...]:
+        """The cards of a node's ranks, if each has one of its own."""
+        gpus = tuple(gpu for rank in neighbours for gpu in rank.gpu_ids)
+        own = self.config.backend == "nccl" and all(len(rank.gpu_ids) == 1 for rank in neighbours)
+        return gpus if own and len(set(gpus)) == len(gpus) > 1 else ()
 
     def _worker(self) -> WorkerConfig:
         """A later start gets the pages of the first, since that is what the scheduler plans with."""

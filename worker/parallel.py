@@ -7,6 +7,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from worker.symmetric_memory import SymmetricMemory, create_symmetric_memory
+
 
 class TPGroup:
     """One rank's view of its tensor-parallel group. With one rank every collective is a no-op.
@@ -25,14 +27,26 @@ class TPGroup:
         self.rank = rank
         self.size = size
         self.group = group
+        self._symmetric: SymmetricMemory | None = None
 
     @classmethod
     def single(cls) -> TPGroup:
         """The group of one rank."""
         return cls(0, 1, None)
 
+    def use_symmetric_memory(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Reduce what is written to `reduce_buffer` through symmetric memory where the cards allow it; a collective."""
+        if self.size > 1 and device.type == "cuda" and dist.get_backend(self.group) == "nccl":
+            self._symmetric = create_symmetric_memory(self.group, dtype, device)
+
+    def reduce_buffer(self, rows: int, columns: int) -> torch.Tensor | None:
+        """Where to write a [rows, columns] product so that `all_reduce` is fastest; None: anywhere."""
+        return None if self._symmetric is None else self._symmetric.view(rows, columns)
+
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks, in place; returns `tensor`."""
+        """Sum over the ranks: in place; of a `reduce_buffer` maybe in a new tensor, or valid until the next one."""
+        if self._symmetric is not None and self._symmetric.owns(tensor):
+            return self._symmetric.all_reduce(tensor)
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
@@ -56,6 +70,7 @@ class TPGroup:
 
     def destroy(self) -> None:
         """Leave the group; collectives fail afterwards. Safe to call twice."""
+        self._symmetric = None
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
         self.group = None

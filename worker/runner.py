@@ -138,6 +138,7 @@ class ModelRunner:
             ModelError: the checkpoint lacks a tensor, or holds one of another shape.
         """
         with self._device.compute():
+            self._tp.use_symmetric_memory(self._dtype, self._device.torch_device)
             self._model = create_model(self._model_config, self._context)
             load_weights(self._model, self.config.model_path, self._context, self._progress, self.config.load_format)
             self._device.synchronize()

@@ -33,7 +33,7 @@ class ThreadTPGroup(TPGroup):
     """Stands in for a process group: the ranks are threads of this process, and sums really go across them."""
 
     def __init__(self, rank: int, size: int, meeting: _Meeting) -> None:
-        self.rank, self.size, self.group, self._meeting = rank, size, None, meeting
+        self.rank, self.size, self.group, self._symmetric, self._meeting = rank, size, None, None, meeting
 
     @classmethod
     def create(cls, size: int) -> list[ThreadTPGroup]:

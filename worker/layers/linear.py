@@ -93,9 +93,9 @@ class RowParallelLinear(_Linear):
             yield Shard(f"{self.name}.bias", self.bias.data, (slice(None),), self.full_shape[:1])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.gemm(x)
-        if self.tp.size > 1:
-            self.tp.all_reduce(y)
-            if self.bias is not None:
-                y += self.bias
+        if self.tp.size == 1:
+            return self.gemm(x)
+        y = self.tp.all_reduce(self.gemm(x, self.tp.reduce_buffer(x.shape[0], self.full_shape[0])))
+        if self.bias is not None:
+            y += self.bias
         return y
