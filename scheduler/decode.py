@@ -50,11 +50,15 @@ class DecodeBatch:
         self.rows = self.rows[:0]
 
     def select(self, budget: int) -> np.ndarray:
-        """All rows, or when they are more than `budget` the next so many in turn."""
-        if len(self.rows) <= budget:
-            return self.rows
-        chosen = np.take(self.rows, np.arange(self._turn, self._turn + budget), mode="wrap")
-        self._turn = (self._turn + budget) % len(self.rows)
+        """All rows that can run now, or when they are more than `budget` the next so many in turn."""
+        rows = self.rows
+        if self._state.constraints:  # of these the last token must be known, since it decides what may come next
+            state = self._state
+            rows = rows[~state.constrained[rows] | (state.known_len[rows] > state.cached_len[rows])]
+        if len(rows) <= budget:
+            return rows
+        chosen = np.take(rows, np.arange(self._turn, self._turn + budget), mode="wrap")
+        self._turn = (self._turn + budget) % len(rows)
         return chosen
 
     def crossing(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,5 +1,5 @@
-"""Penalties, bias and log probabilities on the scheduler's side: what requests that use them add to a plan, and what
-comes back for them. Requests without them never get here."""
+"""Penalties, bias, log probabilities and masks on the scheduler's side: what requests that use them add to a plan, and
+what comes back for them. Requests without them never get here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from scheduler.constraint import StepMasks
 from scheduler.outputs import StepOutputs
 from scheduler.prefill import Chunk
 from scheduler.request import Req, ReqState, Request
@@ -20,8 +21,11 @@ Runs = list[tuple[tuple[int, ...], np.ndarray]]  # (a run's words, its ids)
 class ExtraSections:
     """The optional sections of one plan, collected from the chunks of the requests that use them."""
 
-    def __init__(self, chunks: Sequence[tuple[Chunk, int]], rows: RowState | None) -> None:
+    def __init__(
+        self, chunks: Sequence[tuple[Chunk, int]], rows: RowState | None, masks: StepMasks | None = None
+    ) -> None:
         """`chunks`: each with the number of its first input token in the step."""
+        self._masks = masks
         self._penalties: list[tuple[int, float, float, float, int]] = []
         self._history: Runs = []
         self._bias: list[tuple[int, dict[int, float]]] = []
@@ -58,6 +62,8 @@ class ExtraSections:
         if self._logprobs:
             extras.logprob_rows[:] = self._logprobs
         _write_runs(self._scores, extras.score_runs, extras.score_targets)
+        if self._masks is not None:
+            extras.mask_samples[:], extras.masks[:] = self._masks
 
     def _count(self) -> ExtraCounts:
         return ExtraCounts(
@@ -69,6 +75,8 @@ class ExtraSections:
             logprob_rows=len(self._logprobs),
             score_runs=len(self._scores),
             score_targets=sum(len(ids) for _, ids in self._scores),
+            masks=0 if self._masks is None else len(self._masks.samples),
+            mask_words=0 if self._masks is None else self._masks.words.size,
         )
 
     def _admit(self, row: int, request: Request, known: np.ndarray) -> None:

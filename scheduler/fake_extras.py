@@ -25,6 +25,12 @@ def fake_logprobs(tokens: np.ndarray, positions: np.ndarray, top: int) -> Logpro
     return block
 
 
+def draw_allowed(mask: np.ndarray, content: int) -> int:
+    """The token that follows a sequence of this content under a mask (int32 words)."""
+    allowed = np.flatnonzero(np.unpackbits(np.ascontiguousarray(mask).view(np.uint8), bitorder="little"))
+    return int(allowed[content % len(allowed)])
+
+
 class FakeExtras:
     """Which rows want log probabilities, and the checks of a plan's optional sections.
 
@@ -57,6 +63,14 @@ class FakeExtras:
         self._top[extras.logprob_rows[:, 0]] = extras.logprob_rows[:, 1]
         self._check_history(plan, token_pool)
         self._check_scores(plan, token_pool)
+
+    def apply_masks(self, plan: StepPlan, tokens: np.ndarray, contents: np.ndarray) -> None:
+        """Draw the tokens that have a mask anew, from what it allows, by the rows' uint64 `contents`."""
+        samples = plan.extras.mask_samples
+        if samples[0] < 0 or samples[-1] >= plan.num_samples or (np.diff(samples) <= 0).any():
+            self._fail(f"masks for sampled tokens {samples.tolist()}, there are {plan.num_samples}")
+        for number, mask in zip(samples.tolist(), plan.extras.masks, strict=True):
+            tokens[number] = draw_allowed(mask, int(contents[number]))
 
     def answer(self, plan: StepPlan, tokens: np.ndarray) -> tuple[SampledLogprobs | None, PromptScores | None]:
         """Log probabilities of the sampled `tokens` and of the prompt tokens that the plan wants scored."""

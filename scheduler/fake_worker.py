@@ -302,16 +302,18 @@ class FakeWorker:
         sample = plan.sample[: plan.num_samples]
         rows, device = plan.rows[sample], plan.device_len[sample]
         contents = self.content[rows, device]
-        tokens = self._draw(rows, device, contents)
+        tokens = self._draw(plan, rows, device, contents)
         self.token_pool[rows, device] = tokens
         self.content[rows, device + 1] = contents + token_words(tokens, device)
         self.known_len[rows] = device + 1
         return tokens
 
-    def _draw(self, rows: np.ndarray, positions: np.ndarray, contents: np.ndarray) -> np.ndarray:
-        """int32[n]: the tokens at `positions` of `rows`, after these contents."""
+    def _draw(self, plan: StepPlan, rows: np.ndarray, positions: np.ndarray, contents: np.ndarray) -> np.ndarray:
+        """int32[n]: the tokens at `positions` of `rows`, after these contents, as far as the plan allows them."""
         tokens = self.model.next_tokens(contents, self.sampling_key[rows])
         for i in np.flatnonzero(positions < self.suppress_until[rows]).tolist():
             row = int(rows[i])
             tokens[i] = self.model.next_token(int(contents[i]), int(self.sampling_key[row]), self.suppressed[row])
+        if plan.extras is not None and len(plan.extras.masks):
+            self._extras.apply_masks(plan, tokens, contents)
         return tokens

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 
 from scheduler.config import SchedulerConfig
+from scheduler.constraint import StepMasks
 from scheduler.decode import DecodeBatch, DecodeEntries
 from scheduler.extras import ExtraSections
 from scheduler.prefill import Chunk
@@ -30,14 +31,14 @@ class PlanBuilder:
         self._identity = np.arange(config.max_running_requests + int(self._pad_sizes[-1:].sum()) + 1, dtype=np.int32)
 
     def build(
-        self, step_id: int, decode: DecodeBatch, entries: DecodeEntries, chunks: list[Chunk]
+        self, step_id: int, decode: DecodeBatch, entries: DecodeEntries, chunks: list[Chunk], masks: StepMasks | None
     ) -> tuple[StepPlan, np.ndarray]:
         """The plan, and the decode rows whose last token it computes. Advances the decode rows."""
         decodes = len(entries.rows)
         num_rows, crossing = decodes + len(chunks), len(entries.crossing)
         padded_rows = num_rows if chunks else self._padded(num_rows)
         samples = tokens = decodes
-        news, counts = 0, {}
+        news, counts, used = 0, {}, []
         if chunks:
             spans = [(c.req.table_idx, c.start, c.end, c.end - c.start, c.page_from, c.page_to) for c in chunks]
             runs = sum([span[3] for span in spans])
@@ -54,9 +55,10 @@ class PlanBuilder:
             if any(chunk.req.has_extras for chunk in chunks):
                 first_inputs = itertools.accumulate([span[3] for span in spans], initial=decodes)
                 used = [pair for pair in zip(chunks, first_inputs, strict=False) if pair[0].req.has_extras]
-                extras = ExtraSections(used, self._rows)
-                if extras.counts.words:
-                    counts["extras"] = extras.counts
+        if used or masks is not None:
+            extras = ExtraSections(used, self._rows, masks)
+            if extras.counts.words:
+                counts["extras"] = extras.counts
         plan = self._writer.begin(
             step_id=step_id, num_rows=num_rows, num_decode=decodes, num_samples=samples, num_tokens=tokens,
             padded_rows=padded_rows, padded_tokens=tokens + padded_rows - num_rows,
@@ -78,8 +80,8 @@ class PlanBuilder:
                 plan.sample[decodes:samples] = sampled
             self._write_chunks(plan, chunks, spans, decodes, crossing)
             self._write_admissions(plan, admitted, suppressed)
-            if plan.extras is not None:
-                extras.write(plan.extras)
+        if plan.extras is not None:
+            extras.write(plan.extras)
         if padded_rows > num_rows:
             plan.rows[num_rows:] = self._dummy_row
             plan.cached_len[num_rows:] = 0

@@ -195,6 +195,8 @@ class PrefillPlanner:
         rows.set_stop_ids(row, req.stop_ids)
         rows.last_plan[row] = 0
         rows.accepts[row] = True
+        if req.request.constraint is not None:
+            rows.set_constraint(row, req.request.constraint)
         req.table_idx = row
         req.ids = None
         req.private = req.has_extras and req.to_score

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvcache.base import CacheHandle
 from scheduler.config import SchedulerConfig
+from scheduler.constraint import Constraint
 from scheduler.outputs import FinishReason
 from scheduler.row_state import RowState
 from scheduler.sampling_params import SamplingParams
@@ -32,6 +33,7 @@ class Request:
         user: key of the fair-share policy.
         prompt_len: tokens of the prompt proper, from which `max_tokens` and `min_tokens` count; default all.
         admitted_at: `time.monotonic()` of the first admission, set by the scheduler.
+        constraint: what the output must follow, at its beginning; the scheduler's from now on.
     """
 
     request_id: int
@@ -41,6 +43,7 @@ class Request:
     user: str | None = None
     prompt_len: int | None = None
     admitted_at: float | None = None
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         ids = np.asarray(self.prompt_ids)
@@ -148,8 +151,14 @@ class Req:
         return ids[: self.scored] if self.has_extras and self.to_score else ids
 
     def finish_before_start(self) -> FinishReason:
-        """Whether a resumed request was in truth over: its last token was the last, or a stop token."""
+        """Whether a request is over as it comes: a resumed one whose last token was the last, or a stop token, or a
+        constraint that allows nothing more. Raises ConstraintError for generated tokens that break it."""
         generated = len(self.ids) - self.prompt_len
+        constraint = self.request.constraint
+        if constraint is not None:
+            constraint.accept(self.ids[self.prompt_len :].tolist())
+            if constraint.is_complete:
+                return FinishReason.STOP
         if generated > self.request.sampling.min_tokens and int(self.ids[-1]) in self.stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if generated and len(self.ids) >= self.end_len else FinishReason.NONE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from scheduler.cache_manager import CacheManager
+from scheduler.constraint import ConstraintError
 from scheduler.decode import DecodeBatch
 from scheduler.outputs import FinishReason, StepOutputs
 from scheduler.policies import Policy
@@ -47,7 +48,11 @@ class RequestTable:
         if req.request_id in self.unfinished:
             raise InvalidRequest(f"request id {req.request_id} is in use by an unfinished request")
         self.unfinished[req.request_id] = req
-        reason = req.finish_before_start()
+        try:
+            reason = req.finish_before_start()
+        except ConstraintError as error:
+            reason = FinishReason.ERROR
+            self._errors[req.request_id] = f"the tokens generated before do not follow the constraint: {error}"
         if reason is FinishReason.NONE:
             self._line_up(req)
         else:
@@ -92,6 +97,21 @@ class RequestTable:
                     self.withdraw(req, FinishReason.ERROR, reason)
                     ended.append(req.request_id)
         return ended
+
+    def follow_constraints(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """Rows were given these tokens: the constraints among them go on, and requests end whose constraint is complete
+        or broken. Those whose end is known already are passed over."""
+        for at in np.flatnonzero(self._rows.constrained[rows]).tolist():
+            req = self.by_row[rows[at]]
+            if req.state is ReqState.ENDED:
+                continue
+            try:
+                req.request.constraint.accept([int(tokens[at])])
+            except ConstraintError as error:
+                self.withdraw(req, FinishReason.ERROR, str(error))
+            else:
+                if req.request.constraint.is_complete:
+                    self.withdraw(req, FinishReason.STOP)
 
     def close(self, req: Req) -> None:
         """A request is over; its row, if it has one, leaves when its last plan has returned."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from scheduler.constraint import Constraint
+
 
 class RowState:
     """One entry per row of the page table. Rows are handed out lowest first on a fresh state.
@@ -23,9 +25,11 @@ class RowState:
     last_plan       int64  id of the last plan that uses the row
     accepts         bool   results are still wanted: not finished, not aborted
     decoding        bool   planned as a decode
+    constrained     bool   has an entry in `constraints`
     ==============  =====  ==============================================================================
 
-    `page_table[row, page]` is a page's first slot, `tokens[row, position]` a known token.
+    `page_table[row, page]` is a page's first slot, `tokens[row, position]` a known token. `constraints` are those of
+    the rows that have one.
     """
 
     def __init__(self, num_rows: int, pages_per_row: int, page_size: int, stop_columns: int = 1) -> None:
@@ -43,6 +47,8 @@ class RowState:
         self.last_plan = np.zeros(num_rows, dtype=np.int64)
         self.accepts = np.zeros(num_rows, dtype=bool)
         self.decoding = np.zeros(num_rows, dtype=bool)
+        self.constrained = np.zeros(num_rows, dtype=bool)
+        self.constraints: dict[int, Constraint] = {}
         self.page_table = np.zeros((num_rows, pages_per_row), dtype=np.int32)
         self.tokens = np.zeros((num_rows, pages_per_row * page_size), dtype=np.int32)
         self.flat_tokens = self.tokens.reshape(-1)
@@ -65,6 +71,7 @@ class RowState:
 
     def release(self, row: int) -> None:
         self.accepts[row] = False
+        self.set_constraint(row, None)
         self._free.append(row)
 
     def num_pages(self, row: int) -> int:
@@ -89,9 +96,19 @@ class RowState:
         if ids:
             self.stop_ids[: len(ids), row] = ids
 
+    def set_constraint(self, row: int, constraint: Constraint | None) -> None:
+        """What the row's output must follow; None: nothing."""
+        self.constrained[row] = constraint is not None
+        if constraint is not None:
+            self.constraints[row] = constraint
+        else:
+            self.constraints.pop(row, None)
+
     def reset(self) -> None:
         """All rows are free and empty."""
         self.cached_len[:] = 0
         self.accepts[:] = False
         self.decoding[:] = False
+        self.constrained[:] = False
+        self.constraints.clear()
         self._free = list(range(self.num_rows - 1, -1, -1))

@@ -20,6 +20,7 @@ import numpy as np
 from kvcache import PrefixDigest
 from scheduler.cache_manager import CacheManager
 from scheduler.config import SchedulerConfig
+from scheduler.constraint import step_masks
 from scheduler.decode import NO_DECODES, DecodeBatch, DecodeEntries
 from scheduler.extras import PromptScoreKeeper
 from scheduler.outputs import FinishReason, StepOutputs
@@ -167,7 +168,10 @@ class Scheduler:
 
     def _seal(self, entries: DecodeEntries, chunks: list[Chunk]) -> StepPlan:
         self._planned += 1
-        plan, finished = self._builder.build(self._planned, self.decode, entries, chunks)
+        masks, failed = None, []
+        if self.rows.constraints:
+            masks, failed = step_masks(self.rows, entries.rows, chunks)
+        plan, finished = self._builder.build(self._planned, self.decode, entries, chunks, masks)
         unsampled: list[int] = []
         if len(finished):
             for row in finished.tolist():
@@ -190,6 +194,8 @@ class Scheduler:
                 self.decode.add(starting)
         self.rows.last_plan[plan.rows[: plan.num_rows]] = self._planned
         self._in_flight.append(InFlight.of_plan(self._planned, plan, unsampled))
+        for row, reason in failed:
+            self._table.withdraw(self._table.by_row[row], FinishReason.ERROR, reason)
         return plan
 
     # ---------------------------------------------------------------- results
@@ -217,6 +223,8 @@ class Scheduler:
         outputs = apply_result(step, result, self.rows, self._table, self.decode)
         if scores.complete:
             scores.deliver(outputs)
+        if self.rows.constraints:
+            self._table.follow_constraints(step.rows, result.tokens)
         self._table.give_back_rows(self._returned)
         return outputs
 

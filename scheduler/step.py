@@ -15,7 +15,7 @@ A plan is a fixed header followed by sections in a fixed order::
     sampling      n x SAMPLING_WORDS   parameters of rows admitted in this step
     suppress_runs n x 3            (row, until position, count): ids not to be sampled before it
     suppress_ids  sum of counts    their ids, run after run
-    extras                         only under the flag EXTRAS: penalties, bias, log probabilities (`step_extras`)
+    extras                         only under the flag EXTRAS: penalties, bias, log probabilities, masks (`step_extras`)
 
 Batch entries are ordered decodes first (`num_decode` of them). A worker applies page deltas, token runs, sampling
 and suppress sections and extras before its forward pass, in this order. Everything after the header's checksum word is
@@ -64,9 +64,9 @@ __all__ = [
 
 _SAMPLING_ENTRY = struct.Struct("<i3fiQ3i")  # the words of `S`; little-endian puts the seed's low word first
 _COUNTS = slice(H.NUM_ROWS, H.NUM_SUPPRESS_IDS + 1)
-_EXTRA_COUNTS = slice(H.NUM_PENALTIES, H.NUM_SCORE_TARGETS + 1)
+_EXTRA_COUNTS = slice(H.NUM_PENALTIES, H.NUM_MASK_WORDS + 1)
 _NO_EXTRAS = ExtraCounts()
-_HEADER_PADDING = (0,) * (HEADER_WORDS - H.NUM_SCORE_TARGETS - 1)
+_HEADER_PADDING = (0,) * (HEADER_WORDS - H.NUM_MASK_WORDS - 1)
 _PLAIN_HEADER_END = (*_NO_EXTRAS, *_HEADER_PADDING)
 
 
@@ -172,7 +172,7 @@ class StepPlan:
         if min(counts) < 0 or not (decode <= rows <= padded_rows and samples <= rows and tokens <= padded_tokens):
             raise StepFormatError(f"step plan has impossible counts {counts}")
         extras = ExtraCounts(*buffer[_EXTRA_COUNTS].tolist())
-        if min(extras) < 0 or (extras != _NO_EXTRAS and not buffer[H.FLAGS] & PlanFlags.EXTRAS):
+        if not extras.possible or (extras != _NO_EXTRAS and not buffer[H.FLAGS] & PlanFlags.EXTRAS):
             raise StepFormatError(f"step plan has impossible counts {extras}")
         words = plan_words(padded_rows, padded_tokens, deltas, runs, run_tokens, sampling, srun, sids) + extras.words
         if words != len(buffer):

@@ -1,4 +1,4 @@
-"""Parts of the step message that most requests never use: penalties, bias, log probabilities.
+"""Parts of the step message that most requests never use: penalties, bias, log probabilities, masks.
 
 A plan carries these sections only under `PlanFlags.EXTRAS`, behind all others, in this order::
 
@@ -11,10 +11,13 @@ A plan carries these sections only under `PlanFlags.EXTRAS`, behind all others, 
     logprob_rows    n x 2               (row, alternatives), of rows admitted in this step
     score_runs      n x SCORE_WORDS     prompt tokens to score in this step
     score_targets   sum of counts       their ids, run after run
+    mask_samples    n                   sampled tokens (numbers in `sample`) of this step that may not be any id
+    masks           n x words           the ids each may be: one bit an id, the lowest first; ids beyond are not allowed
 
 A row keeps penalties, bias and log probabilities until it is admitted again. History names each penalised row's tokens
 at admission, in one run: prompt tokens (before `prompt_len`, sent where a repetition penalty wants them) and generated
 ones, which a resumed, preempted or recovered request has. What is sampled afterwards, workers count themselves.
+A mask is for one token and one step.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ class R(IntEnum):
 
 
 class ExtraCounts(NamedTuple):
-    """Entries of each section; `bias_ids` counts the values too."""
+    """Entries of each section; `bias_ids` counts the values too, `mask_words` the words of all masks together."""
 
     penalties: int = 0
     history_runs: int = 0
@@ -61,6 +64,13 @@ class ExtraCounts(NamedTuple):
     logprob_rows: int = 0
     score_runs: int = 0
     score_targets: int = 0
+    masks: int = 0
+    mask_words: int = 0
+
+    @property
+    def possible(self) -> bool:
+        """Whether sections of these counts can exist: none is negative, and all masks are as long."""
+        return min(self) >= 0 and (self.mask_words % self.masks == 0 if self.masks else self.mask_words == 0)
 
     @property
     def words(self) -> int:
@@ -73,6 +83,7 @@ class ExtraCounts(NamedTuple):
         return (
             PENALTY_WORDS * self.penalties, 3 * self.history_runs, self.history_tokens, 2 * self.bias_runs,
             self.bias_ids, self.bias_ids, 2 * self.logprob_rows, SCORE_WORDS * self.score_runs, self.score_targets,
+            self.masks, self.mask_words,
         )  # fmt: skip
 
 
@@ -81,7 +92,7 @@ class PlanExtras:
 
     __slots__ = (  # noqa: RUF023
         "counts", "penalties", "history_runs", "history_tokens", "bias_runs", "bias_ids", "bias_values",
-        "logprob_rows", "score_runs", "score_targets",
+        "logprob_rows", "score_runs", "score_targets", "mask_samples", "masks",
     )  # fmt: skip
 
     def __init__(self, words: np.ndarray, counts: ExtraCounts) -> None:
@@ -92,12 +103,13 @@ class PlanExtras:
             sections.append(words[at : at + size])
             at += size
         penalties, history_runs, self.history_tokens, bias_runs, self.bias_ids, self.bias_values = sections[:6]
-        logprob_rows, score_runs, self.score_targets = sections[6:]
+        logprob_rows, score_runs, self.score_targets, self.mask_samples, masks = sections[6:]
         self.penalties = penalties.reshape(-1, PENALTY_WORDS)
         self.history_runs = history_runs.reshape(-1, 3)
         self.bias_runs = bias_runs.reshape(-1, 2)
         self.logprob_rows = logprob_rows.reshape(-1, 2)
         self.score_runs = score_runs.reshape(-1, SCORE_WORDS)
+        self.masks = masks.reshape(counts.masks, counts.mask_words // max(counts.masks, 1))
 
     def add_up(self) -> bool:
         """Whether the runs name as many ids as the sections hold."""

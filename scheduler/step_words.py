@@ -7,7 +7,7 @@ from enum import IntEnum
 
 import numpy as np
 
-PLAN_MAGIC = 0x52445802  # "RDX" and the format's version in the low byte
+PLAN_MAGIC = 0x52445803  # "RDX" and the format's version in the low byte
 RESULT_MAGIC = 0x52445282
 HEADER_WORDS = 32
 RESULT_HEADER_WORDS = 12
@@ -47,6 +47,8 @@ class H(IntEnum):
     NUM_LOGPROB_ROWS = 23
     NUM_SCORE_RUNS = 24
     NUM_SCORE_TARGETS = 25
+    NUM_MASKS = 26
+    NUM_MASK_WORDS = 27
 
 
 class S(IntEnum):

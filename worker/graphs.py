@@ -5,8 +5,9 @@ dummy page. The plan's hot part is copied, on the compute stream, into one stati
 lengths and slots from, so plan k + 1 cannot overwrite what graph k reads. All graphs share one memory pool (only one
 runs at a time) and are captured largest first, so the pool is as large as the largest needs.
 
-Greedy and temperature-only sampling run as graphs too. Steps that need filters, min_tokens, bias or penalties run those
-eagerly, on the logits that the forward graph left in the static buffer, and log probabilities are computed from those.
+Greedy and temperature-only sampling run as graphs too. Steps that need filters, min_tokens, bias, penalties or masks
+run those eagerly, on the logits that the forward graph left in the static buffer, and log probabilities are computed
+from those.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class RecordedWorker(FakeWorker):
         super().__init__(config)
         self.tokens = np.empty(0, dtype=np.int32)
 
-    def _draw(self, rows: np.ndarray, positions: np.ndarray, contents: np.ndarray) -> np.ndarray:
+    def _draw(self, plan: StepPlan, rows: np.ndarray, positions: np.ndarray, contents: np.ndarray) -> np.ndarray:
         return self.tokens
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from scheduler.config import SchedulerConfig
-from scheduler.fake_extras import fake_logprobs
+from scheduler.fake_extras import draw_allowed, fake_logprobs
 from scheduler.fake_model import FakeModel, content_sums
 from scheduler.fake_worker import FakeWorker
 from scheduler.outputs import FinishReason, StepOutputs
@@ -29,6 +29,8 @@ def make_request(request_id: int, prompt: object, max_tokens: int = 4, **samplin
     of_request = {
         key.removeprefix("request_"): sampling.pop(key) for key in list(sampling) if key.startswith("request_")
     }
+    if of_request.get("constraint") is not None:
+        of_request["constraint"] = of_request["constraint"].fresh()
     params = SamplingParams(**({"temperature": 0.0, "seed": 0} | sampling), max_tokens=max_tokens)
     return Request(request_id, np.asarray(prompt, dtype=np.int32), params, **of_request)
 
@@ -47,15 +49,21 @@ def run_alone(request: Request, model: FakeModel, config: SchedulerConfig) -> tu
     limit = prompt_len + params.max_tokens
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(config.eos_token_ids))
     output: list[int] = []
-    while len(tokens) < limit:
+    constraint = None if request.constraint is None else request.constraint.fresh()
+    while len(tokens) < limit and not (constraint is not None and constraint.is_complete):
         early = len(tokens) < prompt_len + params.min_tokens
         suppressed = stops if early else ()
         content = int(content_sums(np.array(tokens, dtype=np.int32))[-1])
-        tokens.append(model.next_token(content, key, suppressed))
+        if constraint is None:
+            tokens.append(model.next_token(content, key, suppressed))
+        else:
+            tokens.append(draw_allowed(constraint.mask(), content))
         output.append(tokens[-1])
-        if output[-1] in stops:
+        if output[-1] in stops and not early:
             return output, FinishReason.STOP
-    return output, FinishReason.LENGTH
+        if constraint is not None:
+            constraint.accept(output[-1:])
+    return output, FinishReason.LENGTH if len(tokens) >= limit else FinishReason.STOP
 
 
 @dataclass

@@ -17,6 +17,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.fake_model import FakeModel
 from scheduler.request import InvalidRequest
 from tests.unit.scheduler_harness import Harness, make_config, make_request
+from tests.unit.toy_constraint import ToyConstraint
 
 EOS = (3, 5)
 POLICIES = ("fcfs", "longest_prefix", "priority", "fair_share")
@@ -78,6 +79,7 @@ def samplings() -> st.SearchStrategy[dict[str, object]]:
             "frequency_penalty": st.sampled_from([0.0, 0.5]),
             "repetition_penalty": st.sampled_from([1.0, 1.2]),
             "logit_bias": st.dictionaries(st.integers(0, 40), st.floats(-100, 100), max_size=3),
+            "request_constraint": st.builds(ToyConstraint, st.just(50), st.integers(1, 20), st.integers(0, 20)),
         },
     ).map(min_below_max)
 
@@ -210,6 +212,10 @@ def random_trace(seed: int, make_harness: Callable[[SchedulerConfig], Harness] |
                     "logprobs": int(rng.integers(3)), "prompt_logprobs": int(rng.integers(2)),
                     "presence_penalty": float(rng.choice([0, 1])), "repetition_penalty": float(rng.choice([1, 2])),
                 }  # fmt: skip
+            if rng.random() < 0.3:
+                sampling["request_constraint"] = ToyConstraint(
+                    400, int(rng.integers(1, 20)), int(rng.integers(0, 20)), EOS[0]
+                )
             for _ in range(int(rng.choice([1, 1, 1, 3]))):
                 harness.add(make_request(next_id, prompt, **sampling))
                 next_id += 1

@@ -33,6 +33,7 @@ def extra_contents(draw: st.DrawFn) -> tuple[ExtraCounts, dict[str, np.ndarray]]
     """Counts and every section's content, as any writer could choose them."""
     history, bias, scores = draw(counts), draw(counts), draw(counts)
     penalties, logprobs = draw(st.integers(0, 4)), draw(st.integers(0, 4))
+    masks, mask_words = draw(st.integers(0, 4)), draw(st.integers(1, 5))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     shapes = {
         "penalties": (penalties, PENALTY_WORDS),
@@ -44,14 +45,17 @@ def extra_contents(draw: st.DrawFn) -> tuple[ExtraCounts, dict[str, np.ndarray]]
         "logprob_rows": (logprobs, 2),
         "score_runs": (len(scores), SCORE_WORDS),
         "score_targets": (sum(scores),),
+        "mask_samples": (masks,),
+        "masks": (masks, mask_words if masks else 0),
     }
     sections = {name: rng.integers(-(2**31), 2**31, shape, dtype=np.int32) for name, shape in shapes.items()}
     sections["history_runs"][:, 2] = history
     sections["bias_runs"][:, 1] = bias
     sections["score_runs"][:, R.COUNT] = scores
     of_counts = ExtraCounts(
-        penalties, len(history), sum(history), len(bias), sum(bias), logprobs, len(scores), sum(scores)
-    )
+        penalties, len(history), sum(history), len(bias), sum(bias), logprobs, len(scores), sum(scores),
+        masks, masks * mask_words,
+    )  # fmt: skip
     return of_counts, sections
 
 
@@ -94,6 +98,15 @@ def test_runs_that_do_not_add_up_are_refused(section: str, column: int, count: i
     StepPlan.decode(plan.seal().buffer)
     getattr(plan.extras, section)[0, column] = count
     with pytest.raises(StepFormatError, match="do not add up"):
+        StepPlan.decode(plan.seal().buffer)
+
+
+@pytest.mark.parametrize(("masks", "words"), [(2, 5), (0, 3), (3, 2)])
+def test_masks_of_different_lengths_are_refused(masks: int, words: int) -> None:
+    plan = StepPlanWriter(ring=1).begin(step_id=1, **BASE, extras=ExtraCounts(masks=2, mask_words=6))
+    plan.buffer[32:] = 0
+    plan.buffer[H.NUM_MASKS], plan.buffer[H.NUM_MASK_WORDS] = masks, words
+    with pytest.raises(StepFormatError, match="impossible counts"):
         StepPlan.decode(plan.seal().buffer)
 
 

@@ -8,6 +8,7 @@ token.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -15,6 +16,7 @@ from worker.parallel import TPGroup
 from worker.sampling.extras import RowExtras, first_where
 from worker.sampling.filters import OrderKeys, cut_list, search_threshold
 from worker.sampling.logprobs import logprob_words
+from worker.sampling.masks import VocabularyMask
 from worker.sampling.noise import gumbel, row_keys
 from worker.sampling.shard import UNUSABLE, best_of, create_shard_sampler
 from worker.sampling.state import SamplingMode, SamplingState
@@ -66,11 +68,13 @@ class Sampler:
         """
         if not (mode.is_plain and logits.is_cuda):  # the fused kernel reads any dtype
             logits = logits.float()
-        if mode.extras is None:
-            return self._sample(logits, rows, positions, mode)
-        self.state.extras.adjust(logits, rows, mode.extras)
+        if mode.extras is not None:
+            self.state.extras.adjust(logits, rows, mode.extras)
+        if mode.masked:
+            self._vocabulary_mask.apply(logits, self.state.masks)
         tokens = self._sample(logits, rows, positions, mode)
-        self.state.extras.count(rows, tokens, mode.extras)
+        if mode.extras is not None:
+            self.state.extras.count(rows, tokens, mode.extras)
         return tokens
 
     def take_raw(self, logits: torch.Tensor, rows: torch.Tensor, mode: SamplingMode) -> RawLogits | None:
@@ -88,6 +92,10 @@ class Sampler:
     def logprobs(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> torch.Tensor:
         """Words of the targets' log probabilities, see `logprob_words`: int32[n, 2 + 2 * top]."""
         return logprob_words(logits, targets, top, self._vocab_start, self._order, self._tp)
+
+    @cached_property
+    def _vocabulary_mask(self) -> VocabularyMask:
+        return VocabularyMask(self._vocab_start, len(self._ids), self._ids.device)
 
     def _sample(
         self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, mode: SamplingMode

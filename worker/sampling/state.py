@@ -12,6 +12,7 @@ import torch
 
 from scheduler.step import PlanExtras, S, StepPlan
 from worker.sampling.extras import ExtrasMode, RowExtras
+from worker.sampling.masks import StepMasks
 from worker.sampling.noise import seed_keys
 
 INITIAL_SUPPRESS_WIDTH = 8
@@ -29,6 +30,7 @@ class SamplingMode:
     wide_k          some row's top_k exceeds that list
     suppress        some row is still below its min_tokens
     extras          penalties, bias, log probabilities; None if no row uses any
+    masked          some token may not be any id: its request follows a grammar
     """
 
     noisy: bool
@@ -37,11 +39,13 @@ class SamplingMode:
     wide_k: bool
     suppress: bool
     extras: ExtrasMode | None = None
+    masked: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Greedy and temperature only: the paths that a captured graph runs."""
-        return not (self.num_filtered or self.suppress or (self.extras is not None and self.extras.changes_logits))
+        changed = self.masked or (self.extras is not None and self.extras.changes_logits)
+        return not (self.num_filtered or self.suppress or changed)
 
 
 class SamplingState:
@@ -50,12 +54,14 @@ class SamplingState:
     Device tensors, each [num_rows + 1]: `scale` float32 (1 / temperature, or 1 for greedy rows), `noise` float32 (1, or
     0 for greedy rows), `top_p`, `min_p` float32, `top_k` int64 (vocab_size where off), `filtered` bool, `seed_key`
     int64, `suppress_until` int32 (positions below it may not sample the row's `suppress_ids`, int32[.., width], -1 in
-    unused places). `extras` holds what few requests use.
+    unused places). `extras` holds what few requests use, `masks` those of the step that was applied last (None: it has
+    none).
     """
 
     def __init__(self, num_rows: int, vocab_size: int, list_size: int, device: torch.device, extras: RowExtras) -> None:
         n = num_rows + 1
         self.extras = extras
+        self.masks: StepMasks | None = None
         self.vocab_size, self.list_size = vocab_size, list_size
         self.scale = torch.ones(n, dtype=torch.float32, device=device)
         self.noise = torch.zeros(n, dtype=torch.float32, device=device)
@@ -84,11 +90,14 @@ class SamplingState:
         if len(plan.suppress_runs):
             self._host_until[plan.suppress_runs[:, 0]] = plan.suppress_runs[:, 1]
             self._apply_suppress(suppress_runs, suppress_ids, int(plan.suppress_runs[:, 2].max()))
+        self.masks = None
         if extras is not None:
             self.extras.apply(plan.extras, extras)
+            if len(extras.masks):
+                self.masks = StepMasks(extras.mask_samples, extras.masks)
 
     def mode(self, rows: np.ndarray, positions: np.ndarray) -> SamplingMode:
-        """The mode of a step that samples `rows` at absolute `positions` (int32 arrays on the host)."""
+        """The mode of the step applied last; it samples `rows` at absolute `positions` (int32 arrays on the host)."""
         filtered = self._host_filtered[rows]
         return SamplingMode(
             noisy=bool(self._host_noisy[rows].any()),
@@ -97,6 +106,7 @@ class SamplingState:
             wide_k=bool(self._host_wide_k[rows].any()),
             suppress=bool((self._host_until[rows] > positions).any()),
             extras=self.extras.mode(rows),
+            masked=self.masks is not None,
         )
 
     def _apply_host(self, entries: np.ndarray) -> None:
