@@ -12,14 +12,16 @@ if TYPE_CHECKING:
     from cluster.config import EngineConfig
     from cluster.llm import LLM, RequestOutput
     from scheduler.sampling_params import SamplingParams
+    from scheduler.structured_outputs import StructuredOutputs
 
-__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams", "StructuredOutputs"]
 
 _HOMES = {
     "EngineConfig": "cluster.config",
     "LLM": "cluster.llm",
     "RequestOutput": "cluster.llm",
     "SamplingParams": "scheduler.sampling_params",
+    "StructuredOutputs": "scheduler.structured_outputs",
 }
 
 

@@ -27,6 +27,7 @@ from cluster.errors import (
 from cluster.fake_runner import FakeRunner
 from cluster.flight import NoRecorder
 from cluster.flight.recording import write_into
+from cluster.grammar_compiler import GrammarCompiler
 from cluster.inproc_group import InprocGroup
 from cluster.model_files import resolve_model
 from cluster.progress import Progress, no_progress
@@ -79,6 +80,7 @@ class Engine:
         self._timings = RequestTimings()
         self._closed = False
         self._runtime: ray_runtime.RayRuntime | None = None
+        self.grammars: GrammarCompiler | None = None
         self._scheduler: Scheduler | None = None
         self._digest: PrefixDigest | None = None
         self._group: WorkerGroup | InprocGroup | None = None
@@ -110,6 +112,7 @@ class Engine:
             self._group = WorkerGroup(settings) if self._runtime else InprocGroup(settings.worker, fake)
             group = self._group.start(timeline)
             eos = self.tokenizer.eos_token_ids if self.tokenizer else group.eos_token_ids
+            self.grammars = GrammarCompiler(self.tokenizer, group.vocab_size, tuple(eos))
             self._digest = make_digest(self.config)
             self._scheduler = Scheduler(scheduler_config(self.config, group, tuple(eos)), self._digest)
             effective = effective_config(self.config, path, device, group)
@@ -179,6 +182,8 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request, whose id must be unique among unfinished ones. Outputs arrive through `on_outputs`.
+
+        One with `structured_outputs` is prepared before, by `grammars`.
 
         Raises:
             InvalidRequestError: the request is wrong. OverloadedError: the queue is full.

@@ -173,6 +173,7 @@ class LLM:
         fixed = fix_sampling(sampling, len(ids), self.info.max_seq_len)
         request = Request(self._next_id, ids, fixed)
         self._engine.validate(request)
+        self._engine.grammars.prepare(request)
         detokenizer = None
         if self._engine.tokenizer is not None:
             ends = () if fixed.ignore_eos else self.info.eos_token_ids

@@ -6,6 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from scheduler.structured_outputs import StructuredOutputs
+
 MAX_LOGPROBS = 20
 """Largest `logprobs` and `prompt_logprobs`: alternatives to a token that are reported with it."""
 MAX_LOGIT_BIAS = 100.0
@@ -62,6 +64,7 @@ class SamplingParams(BaseModel):
     prompt_logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="the same of each prompt token but the first; finds no cached prefix"
     )
+    structured_outputs: StructuredOutputs | None = Field(None, description="the form that the output must have")
 
     @field_validator("stop", mode="before")
     @classmethod

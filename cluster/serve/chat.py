@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 from cluster.errors import InvalidRequestError
 from cluster.serve.answers import AssistantMessage, ChatChoice, ChatCompletion, FunctionCall, MessageToolCall, new_id
 from cluster.serve.assistant import AnswerReader, answer_readers
-from cluster.serve.messages import NamedTool
+from cluster.serve.output_format import after_reasoning, tool_calls
+from cluster.serve.parsers import reasoning
 from cluster.serve.protocol import ChatCompletionRequest, TokenizeRequest
 from cluster.serve.service import Choice, ChunkWriter, Service, UsageCounter
 from cluster.serve.sse import EventStream, to_json
 from cluster.serve.streams import Delta, ScoredToken
 from cluster.serve.text import ChatRendering
+from scheduler.structured_outputs import StructuredOutputs
 
 
 async def chat_completion(
@@ -33,7 +36,10 @@ async def chat_completion(
         )
     forced = forced_beginning(service, request)
     prompt, text = await service.text.encode_chat(request.messages, chat_rendering(request, forced))
-    pairs = service.plan(request, [prompt], "messages", None)
+    form = None
+    if request.must_call or request.output_format is not None:  # large ones take a while
+        form = await asyncio.to_thread(answer_form, service, request, text)
+    pairs = service.plan(request, [prompt], "messages", None, form)
     readers = answer_readers(service, request, text, forced, len(pairs))
     group = service.engine.open(pairs, service.options(request, arrived, continues_text=False))
     count = UsageCounter([prompt], request.choices)
@@ -101,12 +107,26 @@ def chat_rendering(request: ChatCompletionRequest | TokenizeRequest, forced: str
 
 def forced_beginning(service: Service, request: ChatCompletionRequest) -> str:
     """The beginning of the call that `tool_choice` requires; empty if it requires none."""
-    choice, tools = request.tool_choice, request.offered_tools
-    if isinstance(choice, NamedTool):
-        return service.tool_parser.prefix(choice.function.name)
-    if choice == "required":
-        return service.tool_parser.prefix(tools[0].function.name if len(tools) == 1 else None)
-    return ""
+    return service.tool_parser.prefix(request.only_function) if request.must_call else ""
+
+
+def answer_form(service: Service, request: ChatCompletionRequest, text: str) -> StructuredOutputs | None:
+    """What the answer to this rendered chat must follow; None: nothing.
+
+    The calls that `tool_choice` requires, or the request's form, which begins after any reasoning.
+
+    Raises:
+        InvalidRequestError: a grammar or schema that cannot be read.
+    """
+    if request.must_call:
+        several = request.tool_choice == "required" and request.parallel_tool_calls is not False
+        return tool_calls(request.offered_tools, service.tool_parser, request.only_function, several)
+    form = request.output_format
+    if form is None or not service.has_reasoning or request.continue_final_message:
+        return form
+    if text.rstrip().endswith(reasoning.CLOSE):  # the template switched it off
+        return form
+    return after_reasoning(form, reasoning.is_open(text))
 
 
 def whole_choice(

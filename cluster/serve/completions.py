@@ -22,7 +22,7 @@ async def completion(service: Service, request: CompletionRequest, arrived: floa
     """
     service.check_model(request.model)
     prompts = await asyncio.gather(*(service.text.encode(prompt) for prompt in request.prompts))
-    pairs = service.plan(request, prompts, "prompt", COMPLETION_DEFAULT_MAX_TOKENS)
+    pairs = service.plan(request, prompts, "prompt", COMPLETION_DEFAULT_MAX_TOKENS, request.output_format)
     echoes = await echoed_texts(service, request)
     group = service.engine.open(pairs, service.options(request, arrived, continues_text=True))
     count = UsageCounter(prompts, request.choices)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
@@ -51,6 +52,7 @@ class EngineDeployment:
         self._sender = StepSender(ray.get_runtime_context().get_node_id())
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="raydix-compile")
         self._engine = Engine(config, self._on_outputs, self._on_failure)
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._reports = Publisher(self._replica, digest_block(config.page_size), self._engine, self._sender)
@@ -81,9 +83,11 @@ class EngineDeployment:
             request_id = join_request_id(channel, stream_id)
             ended = self._open[request_id] = self._loop.create_future()
             try:
-                self._engine.submit(Request(request_id, prompt_ids, sampling, priority, user, prompt_len))
-                with self._reports.counted(channel, work):
-                    return await ended
+                request = Request(request_id, prompt_ids, sampling, priority, user, prompt_len)
+                if sampling.structured_outputs is not None:
+                    await self._loop.run_in_executor(self._compiling, self._engine.grammars.prepare, request)
+                self._engine.submit(request)
+                return await ended
             except asyncio.CancelledError:
                 self._engine.abort(request_id)
                 raise

@@ -54,6 +54,10 @@ _CODES = {
 
 
 MAX_FINDINGS = 20  # of a body with a million mistakes
+_BODY_PROBLEMS = {  # what the reading of a body fails with, other than a mistake in its JSON
+    RecursionError: "the body's JSON is nested too deeply",
+    UnicodeDecodeError: "the body is not valid UTF-8",
+}
 _NO_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 
 
@@ -89,7 +93,8 @@ def problem_of(error: BaseException) -> Problem:
         return _validation_problem(error)
     if isinstance(error, HTTPException):
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-        return Problem(error.status_code, str(error.detail), kind, headers=dict(error.headers or {}))
+        message = next((text for cause, text in _BODY_PROBLEMS.items() if isinstance(error.__cause__, cause)), None)
+        return Problem(error.status_code, message or str(error.detail), kind, headers=dict(error.headers or {}))
     logger.error("unexpected error", exc_info=error)
     return Problem(500, "internal error; the server's log has the details", "internal_error")
 

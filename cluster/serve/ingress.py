@@ -120,12 +120,14 @@ class Ingress:
     async def model(self, model: str) -> ModelCard:
         return self._models.service(model).card
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health(self) -> dict[str, Any]:
         """This process answers. Whether engines do is /ready's question."""
         loading = len(self._models.loaded) < len(self._models.all)
         return {"status": "starting" if loading else "ok"} | self._models.health()
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready(self) -> dict[str, Any]:
         """200 while steps of some engine of every model finish (an idle one probes its ranks), else 503 with why not.

@@ -6,11 +6,14 @@ Reference: https://platform.openai.com/docs/api-reference/chat/create.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 MAX_TOOLS = 128
+MAX_DEPTH = 64
+"""Of a JSON value that a request brings: what renders or compiles it does so by recursion."""
 
 
 class InvalidFieldError(ValueError):
@@ -31,9 +34,18 @@ def check_unicode(text: str) -> str:
 
 
 def check_json(value: Any) -> Any:
-    """The same for all strings in a JSON value."""
+    """The same for all strings in a JSON value, which may be `MAX_DEPTH` deep."""
+    level, depth = [value], 0
+    while level := [child for node in level if isinstance(node, dict | list) for child in _children(node)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
     check_unicode(json.dumps(value, ensure_ascii=False))
     return value
+
+
+def _children(node: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return node.values() if isinstance(node, dict) else node
 
 
 Text = Annotated[str, AfterValidator(check_unicode)]
@@ -62,8 +74,9 @@ class CalledFunction(_Strict):
     def _is_object(cls, arguments: str) -> str:
         try:
             value = json.loads(arguments or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"not valid JSON: {error}") from error
+        check_json(value)
         if not isinstance(value, dict):
             raise ValueError("must be a JSON object, as a string")
         return arguments

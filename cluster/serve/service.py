@@ -13,14 +13,15 @@ from cluster.errors import InvalidRequestError, UnknownModelError
 from cluster.serve.answers import ModelCard, Usage
 from cluster.serve.engine_client import EngineClient, GroupOptions
 from cluster.serve.errors import ContextLengthError
+from cluster.serve.generation_request import GenerationRequest
 from cluster.serve.logprobs import LogprobWriter
 from cluster.serve.parsers import ToolParser
-from cluster.serve.protocol import GenerationRequest
 from cluster.serve.sse import DONE, EventStream, event, to_json
 from cluster.serve.streams import Delta, ScoredToken, StreamGroup
 from cluster.serve.text import TextWorker
 from scheduler.sampling_params import SamplingParams
 from scheduler.step import LogprobBlock
+from scheduler.structured_outputs import StructuredOutputs
 
 Answer = TypeVar("Answer")
 
@@ -54,8 +55,10 @@ class Service:
         prompts: Sequence[list[int]],
         prompt_field: str,
         default_max_tokens: int | None,
+        form: StructuredOutputs | None,
     ) -> list[tuple[list[int], SamplingParams]]:
         """(prompt ids, sampling) of every choice, `n` for each prompt in turn; choice i of a prompt has seed + i.
+        `form`: what each output must follow.
 
         Raises:
             InvalidRequestError: a prompt that does not fit, or a sampling value outside its limits.
@@ -70,7 +73,7 @@ class Service:
                     "needs room for at least one more; shorten the prompt",
                     prompt_field,
                 )
-            first = request.sampling(seed, room, default_max_tokens)
+            first = request.sampling(seed, room, default_max_tokens, form)
             pairs += [
                 (prompt, first.model_copy(update={"seed": (first.seed + choice) & ((1 << 64) - 1)}))
                 for choice in range(request.choices)

@@ -16,6 +16,11 @@ from cluster.serve.streams import Delta
 
 HELLO = [{"role": "user", "content": "hello"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+JSON = {"type": "json_object"}
+
+
+def deep(levels):
+    return {} if levels == 0 else {"a": deep(levels - 1)}
 
 
 def call(arguments):
@@ -81,7 +86,22 @@ def problem(make, /, **fields):
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
         ({"timeout": 0}, "timeout"),
         ({"priority": 1 << 31}, "priority"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.json_schema"),
+        ({"response_format": JSON, "structured_outputs": {"regex": "a"}}, "response_format"),
+        ({"response_format": JSON, "tools": [ADD]}, "response_format"),
+        ({"structured_outputs": {"regex": "a"}, "tools": [ADD]}, "structured_outputs"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": "[" * 100_000}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object"),
+        ({"structured_outputs": {"regex": "a" * 300_000}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "\ud83d"}}, "structured_outputs"),
+        ({"structured_outputs": {"field": "tools", "regex": "a"}}, "structured_outputs.field"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": deep(65)}}]}, "tools.0.function.par"),
         ({"presence_penalty": False}, "presence_penalty"),
         ({"logit_bias": {"5": "much"}}, "logit_bias"),
     ],
@@ -122,6 +142,7 @@ def test_neutral_values_of_unsupported_fields_are_accepted():
         frequency_penalty=0,
         logit_bias=None,
         response_format={"type": "text"},
+        structured_outputs=None,
         tools=[],
         tool_choice="none",
         parallel_tool_calls=True,

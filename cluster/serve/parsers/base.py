@@ -6,6 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,13 @@ class ToolParser(ABC):
 
     Args:
         names: the functions that may be called. A call of another one is left in the content as it was written.
+
+    `AFTER_CALL` is what follows the JSON of a call, `BETWEEN_CALLS` what stands between that of one and the `prefix` of
+    the next.
     """
+
+    AFTER_CALL: ClassVar[str]
+    BETWEEN_CALLS: ClassVar[str]
 
     def __init__(self, names: Collection[str]) -> None:
         self.names = names

@@ -16,6 +16,9 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 class HermesParser(ToolParser):
     """Content may come before, between and after calls; whitespace around calls is not content."""
 
+    AFTER_CALL = "\n" + CLOSE
+    BETWEEN_CALLS = "\n" + CLOSE + "\n"
+
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)
         self._text = ""  # not looked at yet

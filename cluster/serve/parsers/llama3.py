@@ -16,6 +16,9 @@ PYTHON_TAG = "<|python_tag|>"  # some models write it before their calls
 class Llama3Parser(ToolParser):
     """An answer that does not begin with a call is content to its end."""
 
+    AFTER_CALL = ""
+    BETWEEN_CALLS = "; "
+
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)
         self._text = ""  # not looked at yet

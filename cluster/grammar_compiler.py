@@ -1,0 +1,174 @@
+"""Structured outputs through llguidance: from a JSON schema, regex, choice or grammar to a `Constraint`.
+
+llguidance (https://github.com/guidance-ai/llguidance) runs a lexer of derivatives and an Earley parser over a trie of
+the vocabulary; it prepares nothing per grammar, so compiling takes about a millisecond and a mask tens of microseconds.
+It gives up the GIL for both. Its limits on the work for one grammar and for one mask are what bounds a hostile one.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+
+import llguidance
+import numpy as np
+from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.numpy import fill_next_token_bitmask
+
+from cluster.errors import InvalidRequestError
+from cluster.tokenizer import Tokenizer
+from scheduler.constraint import Constraint, ConstraintError
+from scheduler.request import Request
+from scheduler.structured_outputs import StructuredOutputs
+
+CACHED_GRAMMARS = 128
+WHITESPACE = r"[ \t\r\n]{0,20}"
+"""Between the parts of JSON: enough for indented text, and an end where a model would write blanks for ever."""
+MAX_LEXER_STATES = 50_000
+"""About 2 kB each."""
+MARK = "\x02"
+"""Put before a text that its tokenizer would begin with a space of its own; no token has it and anything else."""
+_MESSAGE_LENGTH = 400
+
+
+class Grammar(Constraint):
+    """A position in a compiled grammar."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, mask_words: int) -> None:
+        self.mask_words = mask_words
+        self._matcher = matcher
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        if tokens and not self._matcher.consume_tokens(list(tokens)):
+            raise ConstraintError(f"the output's grammar cannot go on: {short(self._matcher.get_error())}")
+
+    @property
+    def is_complete(self) -> bool:
+        return self._matcher.is_stopped()
+
+    def fill_mask(self, out: np.ndarray) -> None:
+        fill_next_token_bitmask(self._matcher, out[None], 0)
+        if self._matcher.is_error():
+            raise ConstraintError(f"the output's grammar cannot go on: {short(self._matcher.get_error())}")
+
+
+class TokenTexts:
+    """A vocabulary as llguidance asks for it: the bytes that our detokenizer makes of each token.
+
+    Not its own reading of tokenizer.json, to which every added token like `<think>` is a control token that no text
+    matches.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int) -> None:
+        table = tokenizer.token_bytes
+        self.eos_token_id = eos_token_id
+        self.tokens = [table[token] for token in range(vocab_size)]
+        self.special_token_ids = sorted({*table.special, eos_token_id})
+        self._tokenizer = tokenizer
+        self._mark = MARK if table.leading_spaces else ""
+
+    def __call__(self, text: str) -> list[int]:
+        """How the model would write `text` in the middle of another."""
+        ids = self._tokenizer.encode(self._mark + text, add_special_tokens=False)
+        if not self._mark:
+            return ids
+        ends = (at for at, token in enumerate(ids, 1) if self.tokens[token].endswith(self._mark.encode()))
+        at = next(ends, len(ids))
+        return ids[at:]
+
+
+class GrammarCompiler:
+    """Compiles for one vocabulary, and keeps what was compiled last. Thread-safe; callers wait for each other.
+
+    Args:
+        tokenizer: None for a checkpoint that has none, and no structured outputs either.
+        vocab_size: ids of the model.
+        eos_token_ids: what ends an output that may end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size if tokenizer is None else max(vocab_size, tokenizer.vocab_size)
+        self._eos_token_ids = list(eos_token_ids)
+        self._limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        self._cache: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def prepare(self, request: Request) -> None:
+        """Give a request the constraint that its `structured_outputs` ask for; nothing for one without. Raises as
+        `compile` does."""
+        wanted = request.sampling.structured_outputs
+        if wanted is not None:
+            request.constraint = self.compile(wanted)
+
+    def compile(self, wanted: StructuredOutputs) -> Grammar:
+        """The grammar at its beginning. Takes up to seconds, for the first one also those to prepare the vocabulary.
+
+        Raises:
+            InvalidRequestError: it is wrong, uses what is not supported, or is too large; names its field.
+        """
+        with self._lock:
+            try:
+                text = grammar_text(wanted)
+                matcher = self._cache.pop(text, None) or self._build(text)
+            except ValueError as error:
+                raise InvalidRequestError(f"{wanted.field}: {short(str(error))}", wanted.field) from error
+            self._cache[text] = matcher
+            if len(self._cache) > CACHED_GRAMMARS:
+                self._cache.popitem(last=False)
+            return Grammar(matcher.deep_copy(), -(-self._vocab_size // 32))
+
+    def _build(self, text: str) -> llguidance.LLMatcher:
+        matcher = llguidance.LLMatcher(self._vocabulary, text, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return matcher
+
+    @cached_property
+    def _vocabulary(self) -> llguidance.LLTokenizer:
+        if self._tokenizer is None or not self._eos_token_ids:
+            missing = "tokenizer" if self._tokenizer is None else "end-of-sequence token"
+            raise ValueError(f"outputs cannot be constrained: this checkpoint has no {missing}")
+        described = TokenTexts(self._tokenizer, self._vocab_size, self._eos_token_ids[0])
+        return llguidance.LLTokenizer(described, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
+
+
+def grammar_text(wanted: StructuredOutputs) -> str:
+    """`wanted` as llguidance's JSON: `{"grammars": [...]}`, one of them unless the request gave more.
+
+    Raises ValueError for a grammar in neither syntax.
+    """
+    if wanted.kind == "grammar":
+        if wanted.grammar.lstrip().startswith("{"):  # llguidance's own: several grammars that use each other
+            return wanted.grammar
+        try:
+            return _lark(any_to_lark(wanted.grammar))
+        except Exception as error:
+            raise ValueError(f"neither Lark's nor GBNF's syntax: {error}") from error
+    if wanted.kind == "regex":
+        return llguidance.LLMatcher.grammar_from_regex(wanted.regex)
+    if wanted.kind == "choice":
+        return _lark("start: " + " | ".join(map(quoted, wanted.choice)))
+    schema = wanted.json_schema if wanted.json_schema is not None else {"type": "object"}
+    return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+
+
+def _lark(text: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def quoted(text: str) -> str:
+    """A text as a literal of Lark's syntax."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def short(message: str) -> str:
+    """The beginning of one of the library's messages, which may show all of the grammar."""
+    message = message.strip()
+    return message if len(message) <= _MESSAGE_LENGTH else message[:_MESSAGE_LENGTH] + " ..."

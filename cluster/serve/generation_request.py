@@ -1,0 +1,186 @@
+"""What chat and text completions have in common: their shared fields, and the sampling parameters that follow.
+
+Limits of the sampling parameters live in `SamplingParams` alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from cluster.errors import InvalidRequestError
+from cluster.serve.errors import ContextLengthError
+from cluster.serve.messages import InvalidFieldError, Text
+from cluster.serve.output_format import ResponseFormat
+from scheduler.sampling_params import MAX_LOGPROBS, SamplingParams
+from scheduler.structured_outputs import StructuredOutputs
+
+MAX_CHOICES = 128
+
+_SAMPLING_FIELDS = (
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+)
+
+
+class StreamOptions(BaseModel):
+    """`stream_options`: one last chunk with `usage` when `include_usage` is set; `continuous_usage_stats` adds the
+    counts so far to every chunk."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationRequest(BaseModel):
+    """Fields that chat and text completions share.
+
+    Beside OpenAI's and vLLM's: `priority`, where larger goes first, and `timeout`, seconds from arrival to the last
+    token.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    # Known to OpenAI or vLLM clients, not supported: allowed only with a value that changes nothing.
+    neutral_only: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "best_of": (1,),
+        "metadata": ({},),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+    }
+
+    model: Text | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
+    stop: Text | list[Text] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    skip_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    include_stop_str_in_output: bool | None = None
+    user: Text | None = None
+    priority: int | None = Field(None, ge=-(1 << 31), lt=1 << 31)
+    timeout: float | None = Field(None, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, values: Any) -> Any:
+        """Drop known unsupported fields that hold a neutral value; refuse them by name otherwise."""
+        if not isinstance(values, dict):
+            return values
+        for name in values.keys() & cls.neutral_only.keys():
+            value = values[name]
+            if value is not None and not any(_same(value, neutral) for neutral in cls.neutral_only[name]):
+                raise InvalidFieldError(f"'{name}' is not supported by this server; leave it out", name)
+        return {name: value for name, value in values.items() if name not in cls.neutral_only}
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidFieldError("'stream_options' needs 'stream': true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidFieldError("'prompt_logprobs' are not in a stream; leave out 'stream'", "prompt_logprobs")
+        if self.stream_options is not None and self.continuous_usage and not self.with_usage:
+            raise InvalidFieldError("'continuous_usage_stats' needs 'include_usage': true", "stream_options")
+        return self
+
+    @model_validator(mode="after")
+    def _one_format(self) -> GenerationRequest:
+        if self.structured_outputs is not None and self.output_format is not self.structured_outputs:
+            raise InvalidFieldError("give 'response_format' or 'structured_outputs', one of them", "response_format")
+        return self
+
+    @property
+    def output_format(self) -> StructuredOutputs | None:
+        """The form that the answer must have; None: any."""
+        if self.response_format is not None and self.response_format.output is not None:
+            return self.response_format.output
+        return self.structured_outputs
+
+    @property
+    def with_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def scores(self) -> dict[str, int | None]:
+        """The log probabilities that the engine is to compute, as `SamplingParams` names them."""
+        return {"prompt_logprobs": self.prompt_logprobs}
+
+    @property
+    def token_limit(self) -> tuple[str, int | None]:
+        """Name of the field that limits the output, and its value."""
+        return "max_tokens", self.max_tokens
+
+    def sampling(
+        self, seed: int, room: int, default_max_tokens: int | None = None, form: StructuredOutputs | None = None
+    ) -> SamplingParams:
+        """The sampling parameters of choice 0.
+
+        Args:
+            seed: used when the request gives none; unsigned 64-bit.
+            room: tokens left in the context after the prompt: the default for the output length.
+            default_max_tokens: a smaller default where the endpoint has one.
+            form: what the output must follow.
+
+        Raises:
+            InvalidRequestError: a value outside its limits, or an output that cannot fit; names the field.
+        """
+        limit_field, limit = self.token_limit
+        if limit is None:
+            limit = room if default_max_tokens is None else min(room, default_max_tokens)
+        elif limit > room:
+            raise ContextLengthError(
+                f"{limit_field} is {limit}, but the model's context has room for {max(room, 0)} tokens after the "
+                f"prompt; shorten the prompt or lower {limit_field}",
+                limit_field,
+            )
+        values = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | self.scores
+        given = {name: value for name, value in values.items() if value is not None}
+        seed = (self.seed if self.seed is not None else seed) & ((1 << 64) - 1)
+        try:
+            return SamplingParams(max_tokens=limit, seed=seed, structured_outputs=form, **given)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            name = str(problem["loc"][0]) if problem["loc"] else None
+            name = limit_field if name == "max_tokens" else name
+            message = problem["msg"].removeprefix("Value error, ")
+            raise InvalidRequestError(f"{name}: {message}" if name else message, name) from error
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equal, without 0 == False and 1 == True."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)

@@ -1,0 +1,1 @@
+"""The API through the official client: all files here share one server."""
