@@ -12,6 +12,7 @@ import torch
 from cluster import LLM, SamplingParams
 from scheduler.fake_worker import FakeWorker
 from scheduler.outputs import FinishReason
+from scheduler.step import StepPlan
 from tests.checkpoints import make_checkpoint
 from tests.unit.scheduler_harness import Harness, make_config, make_request, run_alone
 
@@ -21,8 +22,8 @@ class NoTokenAt(FakeWorker):
 
     position = 0
 
-    def _draw(self, rows: np.ndarray, positions: np.ndarray, contents: np.ndarray) -> np.ndarray:
-        tokens = super()._draw(rows, positions, contents)
+    def _draw(self, plan: StepPlan, rows: np.ndarray, positions: np.ndarray, contents: np.ndarray) -> np.ndarray:
+        tokens = super()._draw(plan, rows, positions, contents)
         tokens[(rows == 1) & (positions == self.position)] = -1
         return tokens
 
