@@ -22,7 +22,7 @@ def largest_step(max_running_requests: int, max_seq_len: int, max_step_tokens: i
 def small_steps(max_running_requests: int, max_step_tokens: int, max_seq_len: int, dummy_slot: int) -> list[StepPlan]:
     """Steps that between them meet every variant of the kernels: few and many rows, short and long prefills."""
     most = min(max_step_tokens, max_seq_len)
-    lengths = sorted({min(length, most) for length in (1, 2, 4, 24, 48, 300, 600)})
+    lengths = sorted({min(length, most) for length in (1, 2, 4, 8, 12, 24, 48, 100, 300, 600)})
     steps = [dummy_step(np.array([n], dtype=np.int32), 0, 0, dummy_slot, temperature=float(n % 2)) for n in lengths]
     if max_running_requests > 1 and max_step_tokens > 1:
         steps.append(dummy_step(np.array([1, min(40, most - 1)], dtype=np.int32), 1, 1, dummy_slot))
