@@ -73,8 +73,8 @@ class _Call:
     options: GroupOptions
     response: DeploymentResponse | None = None
     starts: int = 0
-    # of the HTTP request: Serve cancels the calls that are made in it when the client leaves
-    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    # not that of the HTTP request: Serve gives all calls in it one id, by which a router tells calls apart
+    context: contextvars.Context = field(default_factory=contextvars.Context)
 
 
 class EngineClient:

@@ -87,7 +87,8 @@ class EngineDeployment:
                 if sampling.structured_outputs is not None:
                     await self._loop.run_in_executor(self._compiling, self._engine.grammars.prepare, request)
                 self._engine.submit(request)
-                return await ended
+                with self._reports.counted(channel, work):
+                    return await ended
             except asyncio.CancelledError:
                 self._engine.abort(request_id)
                 raise

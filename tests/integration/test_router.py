@@ -20,7 +20,7 @@ from tests.integration.http_server import until
 REPLICAS = 3
 CONFIG = EngineConfig(
     device="fake",
-    fake_tokens_per_s=5000,
+    fake_tokens_per_s=1500,
     num_pages=4096,
     max_running_requests=64,
     max_seq_len=4096,
@@ -108,6 +108,14 @@ def test_work_goes_back_to_nothing(client):
     until(lambda: outstanding() == 0, 10)
     for _ in range(10):  # of either ingress
         until(lambda: not any(client.get("/health").json()["outstanding_tokens"].values()), 10)
+
+
+def test_many_choices_of_one_request(client):
+    body = {"prompt": [session(80, 100), session(81, 100)], "n": 4, "max_tokens": 4, "ignore_eos": True}
+    with ThreadPoolExecutor(8) as pool:
+        for answer in pool.map(lambda _: client.post("/v1/completions", json=body), range(16)):
+            assert answer.status_code == 200
+            assert len(answer.json()["choices"]) == 8
 
 
 def test_metrics_and_readiness_are_of_all_replicas(client, engines):
