@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.bench.limits import ModelCost, ideal_seconds, this_machine
+from cluster.bench.trace import trace_window
 from cluster.bench.workload import Workload, uniform
 from cluster.config import EngineConfig
 from cluster.progress import Progress
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from cluster import LLM
 
 WARM_UP_TOKENS = 8
+TRACE_AT = 0.4  # of the run: the prefills are over, most requests still run
+TRACE_SECONDS = 0.5
 
 
 def bench_throughput(
@@ -27,12 +30,14 @@ def bench_throughput(
     temperature: float,
     repeats: int,
     progress: Progress,
+    trace: Path | None = None,
 ) -> dict[str, Any]:
-    """Runs the uniform workload `repeats` times on one engine.
+    """Runs the uniform workload `repeats` times on one engine, and once more for a `trace` file if one is named.
 
     Returns:
         Medians over the runs (`elapsed_s`, `output_tokens_per_s`, `total_tokens_per_s`), `num_requests`,
-        `cached_tokens` (of the median run's prompts), `workload`, `runs`, `limit` (None where unknown), `config`.
+        `cached_tokens` (of the median run's prompts), `workload`, `runs`, `limit` (None where unknown), `config`,
+        `gpu_busy` (share of the traced window; None without one).
     """
     from cluster import LLM
 
@@ -44,10 +49,17 @@ def bench_throughput(
         for number, load in enumerate(loads):
             progress(f"run {number + 1} of {repeats}", 0.0)
             runs.append(generate(llm, load, temperature))
+        busy = None
+        if trace is not None:
+            progress("tracing", 0.0)
+            again = uniform(num_seqs, min_len, max_len, seed, llm.info.vocab_size, repeats)
+            after = runs[-1]["elapsed_s"] * TRACE_AT
+            busy = trace_window(trace, lambda: generate(llm, again, temperature), after, TRACE_SECONDS)
         effective = llm.config
         path = Path(llm.info.model_path)
     result = summarise(runs, loads[0]) | {
         "num_requests": num_seqs,
+        "gpu_busy": busy,
         "workload": {"kind": "uniform", "num_seqs": num_seqs, "min_len": min_len, "max_len": max_len, "seed": seed}
         | {
             "temperature": temperature,

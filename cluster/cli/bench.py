@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from cluster.cli import bench_router, bench_serve
@@ -60,6 +61,9 @@ def add_throughput(kinds: Any) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of lengths and ids (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.6, help="(default: %(default)s)")
+    parser.add_argument(
+        "--profile", metavar="FILE", help="write a trace of half a second of one more run; needs --executor inproc"
+    )
     finish(parser, run_throughput, engine=True)
 
 
@@ -144,9 +148,13 @@ def run_throughput(args: argparse.Namespace) -> int:
     check_json_path(args.json)
     if args.min_len > args.max_len:
         raise ConfigError(f"--min-len {args.min_len} must not exceed --max-len {args.max_len}")
+    if args.profile is not None and config.executor != "inproc":
+        raise ConfigError("--profile traces this process; add --executor inproc, so that the model runs in it")
+    check_json_path(args.profile)
     timeline = Timeline()
+    trace = None if args.profile is None else Path(args.profile).expanduser()
     result = bench_throughput(
-        config, args.num_seqs, args.min_len, args.max_len, args.seed, args.temperature, args.repeats, timeline
+        config, args.num_seqs, args.min_len, args.max_len, args.seed, args.temperature, args.repeats, timeline, trace
     )
     timeline.done()
     load = result["workload"]
@@ -159,6 +167,9 @@ def run_throughput(args: argparse.Namespace) -> int:
     print(f"total   {cell(result['total_tokens_per_s'])} tok/s")
     print(f"elapsed {cell(result['elapsed_s'])} s, {cell(result['cached_tokens'])} prompt tokens from the cache")
     print_limit(result["limit"])
+    if trace is not None:
+        busy = "no GPU in it" if result["gpu_busy"] is None else f"GPU busy {result['gpu_busy']:.1%} of it"
+        print(f"trace   {trace}: {busy}")
     write_json(args.json, result)
     return 0
 

@@ -8,6 +8,7 @@ import pytest
 
 from cluster.bench.limits import Machine, ModelCost, ideal_seconds
 from cluster.bench.throughput import summarise
+from cluster.bench.trace import busy_share, trace_window
 from cluster.bench.workload import Workload, uniform
 
 
@@ -52,3 +53,20 @@ def test_medians_over_runs():
     runs = [{"elapsed_s": seconds, "cached_tokens": 0} for seconds in (4.0, 1.0, 2.0)]
     result = summarise(runs, load)
     assert (result["elapsed_s"], result["output_tokens_per_s"], result["total_tokens_per_s"]) == (2.0, 10.0, 15.0)
+
+
+def test_busy_share_counts_overlapping_kernels_once():
+    def kernel(start: float, length: float) -> dict:
+        return {"cat": "kernel", "ts": start, "dur": length}
+
+    events = [kernel(10, 4), kernel(12, 4), kernel(13, 1), kernel(20, 10), {"cat": "cpu_op", "ts": 0, "dur": 100}]
+    assert busy_share(events) == pytest.approx(16 / 20)
+    assert busy_share([{"cat": "cpu_op", "ts": 0, "dur": 1}, {"name": "metadata"}]) is None
+
+
+def test_a_trace_is_written_and_errors_come_through(tmp_path):
+    path = tmp_path / "trace.json"
+    assert trace_window(path, lambda: sum(range(10**6)), after=0.0, seconds=0.2) is None
+    assert "traceEvents" in json.loads(path.read_text())
+    with pytest.raises(ZeroDivisionError):
+        trace_window(path, lambda: 1 / 0, after=0.0, seconds=0.2)
