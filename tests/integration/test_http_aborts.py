@@ -134,22 +134,3 @@ def test_a_killed_worker_ends_every_stream_with_an_error(server):
     assert server.post("/v1/completions", LONG).status_code == 503
     assert time.monotonic() - killed < 10
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 5)
-
-
-def test_a_killed_driver_takes_its_ranks_along(server):
-    """After the test before: on the engine that replaced the failed one."""
-    until(lambda: server.get("/ready").status_code == 200, 60)
-    answer = server.post("/v1/completions", LONG | {"max_tokens": 5})
-    assert answer.json()["usage"]["completion_tokens"] == 5
-    server.wait_idle()
-
-    info = server.engine.info.remote().result(timeout_s=10)
-    with server.client() as client, client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
-        stream = events(response)
-        next(stream)
-        os.kill(info["driver_pid"], signal.SIGKILL)
-        killed = time.monotonic()
-        *_, last = stream  # ends
-        assert time.monotonic() - killed < 5
-    assert json.loads(last)["error"]["code"] == "engine_dead"
-    until(lambda: not any(psutil.pid_exists(rank["pid"]) for rank in info["ranks"]), 10)
