@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from cluster import ray_runtime
 from cluster.config import EngineConfig
+from cluster.fake_runner import FakeRunner
 from cluster.inproc_group import InprocGroup
 from cluster.model_files import resolve_model
 from cluster.progress import Progress
@@ -26,7 +27,8 @@ def fresh_workers(config: EngineConfig, progress: Progress) -> Iterator[WorkerGr
     runtime = ray_runtime.connect(config.ray_address, config.tp_size) if config.tp_size > 1 else None
     try:
         settings = group_config(config, path, config.device, runtime is not None and runtime.may_grow)
-        group = WorkerGroup(settings) if runtime else InprocGroup(settings.worker, config.device == "fake")
+        fake = FakeRunner(settings.worker) if config.device == "fake" else None
+        group = WorkerGroup(settings) if runtime else InprocGroup(settings.worker, fake)
         try:
             group.start(Timeline(progress))
             yield group
