@@ -3,6 +3,7 @@
 llguidance (https://github.com/guidance-ai/llguidance) runs a lexer of derivatives and an Earley parser over a trie of
 the vocabulary; it prepares nothing per grammar, so compiling takes about a millisecond and a mask tens of microseconds.
 It gives up the GIL for both. Its limits on the work for one grammar and for one mask are what bounds a hostile one.
+It is imported for the first grammar: most servers never see one.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-import llguidance
 import numpy as np
-from llguidance.gbnf_to_lark import any_to_lark
-from llguidance.numpy import fill_next_token_bitmask
 
 from cluster.errors import InvalidRequestError
 from cluster.tokenizer import Tokenizer
 from scheduler.constraint import Constraint, ConstraintError
 from scheduler.request import Request
 from scheduler.structured_outputs import StructuredOutputs
+
+if TYPE_CHECKING:
+    import llguidance
 
 CACHED_GRAMMARS = 128
 WHITESPACE = r"[ \t\r\n]{0,20}"
@@ -38,8 +41,11 @@ class Grammar(Constraint):
     """A position in a compiled grammar."""
 
     def __init__(self, matcher: llguidance.LLMatcher, mask_words: int) -> None:
+        from llguidance.numpy import fill_next_token_bitmask
+
         self.mask_words = mask_words
         self._matcher = matcher
+        self._fill = fill_next_token_bitmask
 
     def accept(self, tokens: Sequence[int]) -> None:
         if tokens and not self._matcher.consume_tokens(list(tokens)):
@@ -50,7 +56,7 @@ class Grammar(Constraint):
         return self._matcher.is_stopped()
 
     def fill_mask(self, out: np.ndarray) -> None:
-        fill_next_token_bitmask(self._matcher, out[None], 0)
+        self._fill(self._matcher, out[None], 0)
         if self._matcher.is_error():
             raise ConstraintError(f"the output's grammar cannot go on: {short(self._matcher.get_error())}")
 
@@ -96,7 +102,6 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size if tokenizer is None else max(vocab_size, tokenizer.vocab_size)
         self._eos_token_ids = list(eos_token_ids)
-        self._limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
         self._cache: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -111,7 +116,8 @@ class GrammarCompiler:
         """The grammar at its beginning. Takes up to seconds, for the first one also those to prepare the vocabulary.
 
         Raises:
-            InvalidRequestError: it is wrong, uses what is not supported, or is too large; names its field.
+            InvalidRequestError: it is wrong, uses what is not supported, or is too large, or llguidance is not
+            installed; names its field.
         """
         with self._lock:
             try:
@@ -125,7 +131,9 @@ class GrammarCompiler:
             return Grammar(matcher.deep_copy(), -(-self._vocab_size // 32))
 
     def _build(self, text: str) -> llguidance.LLMatcher:
-        matcher = llguidance.LLMatcher(self._vocabulary, text, log_level=0, limits=self._limits)
+        library = llguidance_module()
+        limits = library.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        matcher = library.LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
         return matcher
@@ -136,27 +144,41 @@ class GrammarCompiler:
             missing = "tokenizer" if self._tokenizer is None else "end-of-sequence token"
             raise ValueError(f"outputs cannot be constrained: this checkpoint has no {missing}")
         described = TokenTexts(self._tokenizer, self._vocab_size, self._eos_token_ids[0])
-        return llguidance.LLTokenizer(described, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
+        return llguidance_module().LLTokenizer(described, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
+
+
+def llguidance_module() -> ModuleType:
+    """The library. Raises InvalidRequestError where it is not installed."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise InvalidRequestError(
+            f"this server cannot constrain outputs: llguidance cannot be imported ({error}); pip install llguidance"
+        ) from error
+    return llguidance
 
 
 def grammar_text(wanted: StructuredOutputs) -> str:
     """`wanted` as llguidance's JSON: `{"grammars": [...]}`, one of them unless the request gave more.
 
-    Raises ValueError for a grammar in neither syntax.
+    Raises ValueError for a grammar in neither syntax, InvalidRequestError without llguidance.
     """
+    library = llguidance_module()
     if wanted.kind == "grammar":
         if wanted.grammar.lstrip().startswith("{"):  # llguidance's own: several grammars that use each other
             return wanted.grammar
+        from llguidance.gbnf_to_lark import any_to_lark
+
         try:
             return _lark(any_to_lark(wanted.grammar))
         except Exception as error:
             raise ValueError(f"neither Lark's nor GBNF's syntax: {error}") from error
     if wanted.kind == "regex":
-        return llguidance.LLMatcher.grammar_from_regex(wanted.regex)
+        return library.LLMatcher.grammar_from_regex(wanted.regex)
     if wanted.kind == "choice":
         return _lark("start: " + " | ".join(map(quoted, wanted.choice)))
     schema = wanted.json_schema if wanted.json_schema is not None else {"type": "object"}
-    return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+    return library.LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
 
 
 def _lark(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -108,6 +109,14 @@ def test_what_is_wrong_is_said_and_by_whom(compiler, form, message):
     with pytest.raises(InvalidRequestError) as caught:
         compiler.compile(OutputFormat.of("response_format", **form))
     assert caught.value.param == "response_format" and str(caught.value).startswith("response_format: ")
+
+
+def test_without_llguidance_only_constrained_requests_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    tokenizer = Tokenizer(byte_level(tmp_path))
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (0,))
+    with pytest.raises(InvalidRequestError, match=r"^structured_outputs: .*llguidance"):
+        compiler.compile(StructuredOutputs(regex="a"))
 
 
 def test_huge_and_deep_schemas_end_soon_one_way_or_the_other(compiler):
