@@ -47,7 +47,7 @@ class EngineConfig(BaseModel):
     num_pages: int | None = Field(None, ge=1, description="usable KV pages; default: what memory holds")
     max_running_requests: int = Field(256, ge=1, le=65536, description="rows of the page table")
     max_seq_len: int | None = Field(None, ge=2, description="prompt + output; default: the model's limit")
-    max_step_tokens: int = Field(2048, ge=1, description="token budget of one step")
+    max_step_tokens: int = Field(2048, ge=1, le=1 << 24, description="token budget of one step")
     cache_type: Literal["radix", "naive"] = Field("radix", description="prefix cache; naive never shares")
     kv_layout: Literal["layer_first", "page_first"] = Field("layer_first", description="memory order of the KV pool")
     attention_backend: Literal["auto", "torch", "triton", "flash"] = Field(

@@ -20,7 +20,7 @@ from worker.device import Download, create_device
 from worker.errors import ModelError
 from worker.graphs import DecodeGraphs, decode_graph_sizes
 from worker.layers.ops import LayerOps, create_ops
-from worker.memory import cpu_room, cuda_room, graph_bytes
+from worker.memory import cpu_bytes, cpu_room, cuda_room, graph_bytes
 from worker.model_config import ModelConfig, check_tp_size
 from worker.models.registry import ModelContext, create_model
 from worker.page_table import PageTable
@@ -34,6 +34,9 @@ from worker.warm_up import largest_step, small_steps
 from worker.weights import load_weights
 
 Progress = Callable[[str, float], None]
+
+MAX_STAGING_WORDS = 1 << 22
+"""Where the staging buffers of plans and results start at most; they grow when needed."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,8 @@ class ModelRunner:
         self._device = create_device(
             config.device,
             config.device_index,
-            upload_words=8 * (config.max_running_requests + config.max_step_tokens) + 4096,
-            download_words=config.max_running_requests + 1,
+            upload_words=min(8 * (config.max_running_requests + config.max_step_tokens) + 4096, MAX_STAGING_WORDS),
+            download_words=min(config.max_running_requests + 1, MAX_STAGING_WORDS),
         )
         self._context = ModelContext(
             tp=tp,
@@ -154,13 +157,21 @@ class ModelRunner:
             ModelError: the configured pages, or even one, do not fit; says how much memory there is.
         """
         config = self.config
-        room = self._cuda_room() if config.device == "cuda" else cpu_room(self._device, config)
+        needed = 0
+        if config.device == "cuda":
+            room = self._cuda_room()
+        else:
+            needed = cpu_bytes(self._model_config, config, self._max_seq_len, self._dtype)
+            room = cpu_room(self._device, config, needed)
         fitting = room // self.page_bytes - 1  # one for the dummy page
         if fitting < (config.num_pages or 1):
+            beside = f" beside {needed / 2**20:.0f} MiB for rows and the largest step" if needed else ""
             raise ModelError(
-                f"no memory for {config.num_pages or 1} KV pages: {max(room, 0) / 2**20:.0f} MiB are left for them, a "
-                f"page of {config.page_size} tokens takes {self.page_bytes / 2**20:.2f} MiB and one more is needed for "
-                f"padding; use fewer pages, a smaller max_step_tokens, more ranks, or a larger share of the memory"
+                f"no memory for {config.num_pages or 1} KV pages: {max(room, 0) / 2**20:.0f} MiB are left for them"
+                f"{beside}, a page takes {self.page_bytes / 2**20:.2f} MiB and one more is needed for padding; use "
+                f"fewer pages, a smaller max_step_tokens (now {config.max_step_tokens}), max_running_requests "
+                f"({config.max_running_requests}) or max_seq_len ({self._max_seq_len}), more ranks, or a larger share "
+                "of the memory"
             )
         useful = config.max_running_requests * -(-self._max_seq_len // config.page_size)
         return config.num_pages or min(useful, fitting)
@@ -272,8 +283,16 @@ class ModelRunner:
 
     def _cuda_room(self) -> int:
         self._progress("measuring memory", 0.0)
-        self.allocate(1)
-        room = cuda_room(self._device, self.config, self._run_largest_step)
+        config = self.config
+        try:
+            self.allocate(1)
+            room = cuda_room(self._device, config, self._run_largest_step)
+        except torch.OutOfMemoryError as error:
+            raise ModelError(
+                f"no memory for a step of max_step_tokens {config.max_step_tokens} and max_running_requests "
+                f"{config.max_running_requests} rows of {self._max_seq_len} tokens beside the weights; lower these, or "
+                f"use more ranks: {error}"
+            ) from error
         self._progress("measuring memory", 1.0)
         if self._captures:
             room -= graph_bytes(decode_graph_sizes(self.config.max_running_requests), self._model.lm_head.local_size)
