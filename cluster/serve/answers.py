@@ -9,6 +9,19 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """What every error is answered with, see `errors.Problem`."""
+
+    error: ErrorDetail
+
+
 class PromptTokensDetails(BaseModel):
     cached_tokens: int = 0
 

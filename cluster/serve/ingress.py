@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 
 from cluster.config import EngineConfig
 from cluster.errors import RaydixError
-from cluster.serve.answers import ChatCompletion, Completion, Detokenized, ModelCard, ModelList, Tokenized
+from cluster.serve.answers import ChatCompletion, Completion, Detokenized, ErrorAnswer, ModelCard, ModelList, Tokenized
 from cluster.serve.broadcast import ask_all
 from cluster.serve.chat import chat_completion
 from cluster.serve.completions import completion
@@ -39,7 +39,12 @@ from cluster.serve.tokenization import detokenize, tokenize
 
 VERSION = version("raydix")
 
-app = FastAPI(title="Raydix", version=VERSION, docs_url=None, redoc_url=None)
+ERRORS = {
+    "4XX": {"model": ErrorAnswer, "description": "the request is wrong, or there is no room for it now"},
+    "5XX": {"model": ErrorAnswer, "description": "the server cannot answer it"},
+}
+STREAMED = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+app = FastAPI(title="Raydix", version=VERSION, docs_url=None, redoc_url=None, responses=ERRORS)
 app.add_middleware(Gate)
 
 
@@ -96,11 +101,11 @@ class Ingress:
             if model.failure is not None:
                 raise model.failure
 
-    @app.post("/v1/chat/completions", response_model=ChatCompletion)
+    @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMED)
     async def chat_completions(self, body: ChatCompletionRequest) -> Any:
         return await chat_completion(self._models.service(body.model), body, time.monotonic())
 
-    @app.post("/v1/completions", response_model=Completion)
+    @app.post("/v1/completions", response_model=Completion, responses=STREAMED)
     async def completions(self, body: CompletionRequest) -> Any:
         return await completion(self._models.service(body.model), body, time.monotonic())
 
@@ -141,7 +146,7 @@ class Ingress:
             "stats": sums(each for _, each in found),
         }
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(self) -> Response:
         """Of all replicas of the ingress and the engines, whichever of them is asked."""
         models = self._models.all
@@ -172,8 +177,8 @@ class Ingress:
         facts = {"model": service.model, "max_seq_len": service.max_seq_len, "version": VERSION}
         return facts | await self._collector.state()
 
-    @app.get("/dashboard")
-    @app.get("/dashboard/{name}")
+    @app.get("/dashboard", include_in_schema=False)
+    @app.get("/dashboard/{name}", include_in_schema=False)
     async def dashboard(self, name: str = "index.html") -> Response:
         return page_file(name)
 

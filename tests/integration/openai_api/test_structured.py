@@ -40,7 +40,7 @@ DATED = {
     "type": "object",
     "properties": {
         "day": {"type": "string", "format": "date"},
-        "code": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]+$"},
+        "code": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{1,4}$"},
     },
     "required": ["day", "code"],
     "additionalProperties": False,
