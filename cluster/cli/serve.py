@@ -161,7 +161,7 @@ def serve_until_failure(
             timeline.done()
             print_usage(engine, host, port)
             try:
-                watch(engine, runtime, config.replica_timeout)
+                watch(engine, runtime, max(config.replica_timeout, config.start_timeout))
             except StopRequested:
                 drain(config.drain_timeout)
                 raise
