@@ -184,7 +184,7 @@ class Ingress:
 
     async def facts(self) -> list[dict[str, Any]]:
         """What clients of this ingress saw of each model, for the dashboard; called by another ingress or this one."""
-        return [ingress_facts(service.engine) for service in self._models.loaded]
+        return [ingress_facts(service) for service in self._models.loaded]
 
     @app.get("/version")
     async def version(self) -> dict[str, str]:

@@ -16,13 +16,14 @@ from tests.browser import Page, chromium
 from tests.integration.http_server import Server, running_server
 
 SCREEN, PHONE = (1280, 800), (390, 844)
-SECONDS = 25  # of load before the pictures
+SECONDS = 60  # of load before the pictures
 QUESTIONS = ("What is the capital of France?", "And of Italy?")
 
 
-def load(server: Server, seconds: float) -> subprocess.Popen[bytes]:
-    options = ["--workload", "multi-turn", "--turns", "4", "--rate", "2.5", "--requests", str(int(seconds * 2.5))]
-    options += ["--prompt-len", "uniform:20:60", "--output-len", "uniform:10:30", "--prefix-len", "90"]
+def load(server: Server) -> subprocess.Popen[bytes]:
+    """Six users, whose prompts begin in one of four ways."""
+    options = ["--workload", "shared-prefix", "--prefix-len", "160", "--prefix-groups", "4", "--concurrency", "6"]
+    options += ["--prompt-len", "uniform:20:80", "--output-len", "uniform:30:60", "--requests", "10000"]
     program = "import sys; from cluster.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "bench", "serve", "--url", server.url, *options]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -45,7 +46,7 @@ async def main(directory: Path, device: str) -> None:
                 await page.until("document.getElementById('status').dataset.state == 'good'", 30)
                 await asyncio.sleep(6)
                 await page.screenshot(directory / f"dashboard-{name}.png")
-        generator = load(server, 120)
+        generator = load(server)
         async with chromium() as screen, chromium() as phone:
             await screen.open(url, *SCREEN, dark=False)
             await phone.open(url, *PHONE, dark=True)

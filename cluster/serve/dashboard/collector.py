@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from cluster.serve.engine_client import EngineClient
+from cluster.serve.service import Service
 
 MAX_TREE_NODES = 160  # of each replica's radix tree: what a picture can show
 _REFRESH = 0.5  # seconds for which an answer is good
@@ -62,13 +62,14 @@ class Collector:
         }
 
 
-def ingress_facts(engine: EngineClient) -> dict[str, Any]:
-    """What the clients of one ingress saw: histograms as in `Histogram.snapshot`, in seconds."""
+def ingress_facts(service: Service) -> dict[str, Any]:
+    """What the clients of one ingress saw of one model: histograms as in `Histogram.snapshot`, in seconds."""
+    metrics = service.engine.metrics
     return {
-        "name": serve.get_replica_context().replica_id.unique_id,
-        "open_streams": engine.open_streams,
-        "first_token": engine.metrics.first_token.snapshot(),
-        "between_tokens": engine.metrics.between_tokens.snapshot(),
+        "name": f"{serve.get_replica_context().replica_id.unique_id} {service.model}",
+        "open_streams": service.engine.open_streams,
+        "first_token": metrics.first_token.snapshot(),
+        "between_tokens": metrics.between_tokens.snapshot(),
     }
 
 

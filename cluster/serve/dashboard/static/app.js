@@ -58,7 +58,7 @@ function showTree(replicas) {
   const chosen = Math.max(0, replicas.findIndex((replica) => replica.name === replicaOfTree.value));
   if (replicas.map((replica) => replica.name).join() !== [...replicaOfTree.options].map((option) => option.value).join()) {
     replicaOfTree.replaceChildren(
-      ...replicas.map((replica, index) => element("option", { value: replica.name, text: titleOf(replica, index) })),
+      ...replicas.map((replica, index) => element("option", { value: replica.name, text: titleOf(replicas, index) })),
     );
     replicaOfTree.selectedIndex = replicas.length ? chosen : -1;
   }

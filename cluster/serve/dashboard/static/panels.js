@@ -6,7 +6,7 @@ export function drawMemory(holder, replicas) {
   holder.replaceChildren(
     ...replicas.map((replica, index) => {
       const metrics = replica.metrics;
-      const title = element("span", { class: "who", text: titleOf(replica, index), title: replica.name });
+      const title = element("span", { class: "who", text: titleOf(replicas, index), title: replica.name });
       if (!metrics) return element("div", { class: "bar" }, element("p", {}, title, element("span", { class: "number", text: "no answer" })));
       const free = metrics.free_pages, reusable = metrics.evictable_pages, used = metrics.total_pages - free - reusable;
       const text = `${percent(used / metrics.total_pages)} in use, ${percent(reusable / metrics.total_pages)} cached of ${count(metrics.total_pages)}`;
@@ -46,7 +46,8 @@ export function drawRanks(holder, replicas) {
   );
 }
 
-export function titleOf(replica, index) {
-  const { tp_size, device } = replica.settings;
-  return `#${index + 1}  TP ${tp_size}, ${device}`;
+export function titleOf(replicas, index) {
+  const { served_model_name: name, tp_size, device } = replicas[index].settings;
+  const several = replicas.some((replica) => replica.settings.served_model_name !== name);
+  return `#${index + 1} ${several ? `${name}, ` : ""}TP ${tp_size}, ${device}`;
 }

@@ -25,6 +25,9 @@ export class TreePicture {
       node.start = parent ? parent.start + parent.tokens : 0;
       (parent ? parent.below : this.roots).push(node);
     }
+    // Not in the order they came in, which changes with what is in use: rows would jump.
+    for (const list of [this.roots, ...this.nodes.map((node) => node.below)])
+      list.sort((one, other) => other.hits - one.hits || other.tokens - one.tokens);
     this.draw();
   }
 
