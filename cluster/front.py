@@ -14,12 +14,9 @@ from cluster.errors import ConfigError
 
 FRONTS = ("proxy", "haproxy")
 ALL_INTERFACES = "0.0.0.0"
-_HAPROXY = {
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    # one event loop for our code, Serve's and its router: the fastest of the combinations behind HAProxy
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-}
+_HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
+# One event loop for our code, Serve's and its router: the fastest of the combinations behind HAProxy.
+_ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
 
 
 def prepare(front: str, host: str, ray_address: str) -> None:
@@ -36,7 +33,7 @@ def prepare(front: str, host: str, ray_address: str) -> None:
             f"not so; use --host {ALL_INTERFACES}, with --api-key where others can reach this machine"
         )
     if ray_address != "local":
-        switches = " ".join(f"{name}={value}" for name, value in _HAPROXY.items())
+        switches = " ".join(f"{name}={value}" for name, value in (_HAPROXY | _ONE_LOOP).items())
         raise ConfigError(
             f"--front haproxy needs --ray-address local; for a cluster start Ray with {switches} in its environment, "
             "on every node"
@@ -44,3 +41,6 @@ def prepare(front: str, host: str, ray_address: str) -> None:
     if "ray.serve" in sys.modules:
         raise ConfigError("--front haproxy: Ray Serve is in use in this process already")
     os.environ.update(_HAPROXY)
+    import ray.serve  # reads its switches now: this process has no event loop that its routers could share  # noqa: F401
+
+    os.environ.update(_ONE_LOOP)

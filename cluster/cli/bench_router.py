@@ -20,7 +20,7 @@ COLUMNS = (
     "spread",
 )
 FAKE = {
-    "device": "fake", "fake_tokens_per_s": 2500.0, "num_pages": 2048, "max_step_tokens": 256, "max_seq_len": 4096,
+    "device": "fake", "fake_tokens_per_s": 1500.0, "num_pages": 2048, "max_step_tokens": 256, "max_seq_len": 4096,
 }  # fmt: skip
 
 
@@ -29,7 +29,7 @@ def add_parser(kinds: Any) -> None:
     parser = kinds.add_parser(
         "router",
         help="conversations over several fake replicas: Ray's power of two, affinity, and the cache-aware router",
-        description="Serves with fake engines that take 2,500 tokens a second unless told otherwise, and sends "
+        description="Serves with fake engines that take 1,500 tokens a second unless told otherwise, and sends "
         "conversations, one hot prefix, prompts that nobody has, and conversations past a slow and a dead replica.",
     )
     parser.add_argument("--replicas", type=positive_int, default=4, help="(default: %(default)s)")

@@ -27,8 +27,10 @@ def test_what_cannot_be_had_says_how_it_can(host: str, address: str, says: str) 
 def test_serve_sees_the_switches() -> None:
     script = (
         "from cluster.front import prepare; prepare('haproxy', '0.0.0.0', 'local')\n"
+        "import os\n"
         "from ray.serve._private import constants as c\n"
-        "print(c.RAY_SERVE_ENABLE_HA_PROXY, c.RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP)"
+        "print(c.RAY_SERVE_ENABLE_HA_PROXY, c.RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP,"
+        " os.environ['RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP'])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split() == ["True", "False"]
+    assert done.stdout.split() == ["True", "True", "0"]
