@@ -92,11 +92,13 @@ class ModelRunner:
         if config.max_seq_len is not None:
             self._model_config.check_max_seq_len(config.max_seq_len)
         self._max_seq_len = config.max_seq_len or self._model_config.context_limit
+        # No step is larger, whatever the budget.
+        self._step_tokens = min(config.max_step_tokens, config.max_running_requests * self._max_seq_len)
         self._dtype = _resolve_dtype(config, self._model_config)
         self._device = create_device(
             config.device,
             config.device_index,
-            upload_words=min(8 * (config.max_running_requests + config.max_step_tokens) + 4096, MAX_STAGING_WORDS),
+            upload_words=min(8 * (config.max_running_requests + self._step_tokens) + 4096, MAX_STAGING_WORDS),
             download_words=min(config.max_running_requests + 1, MAX_STAGING_WORDS),
         )
         self._context = ModelContext(
@@ -191,7 +193,7 @@ class ModelRunner:
             padded_vocab = self._model.lm_head.local_size * self._tp.size
             self._sampler = Sampler(rows, padded_vocab, self._model.vocab_start, self._tp, device)
             self._input = StepInput(
-                self._device, self._page_table, self._token_pool, self._sampler.state, rows, config.max_step_tokens
+                self._device, self._page_table, self._token_pool, self._sampler.state, rows, self._step_tokens
             )
             self._context.attach(self._pool, self._page_table)
             self._device.synchronize()

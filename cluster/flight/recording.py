@@ -110,12 +110,12 @@ class Recording:
 
 
 def strip_tokens(buffer: np.ndarray) -> None:
-    """Zeros instead of all token ids of a plan."""
+    """Zeros instead of all token ids of a plan, and of its masks."""
     plan = StepPlan(buffer)
     plan.run_tokens[:] = 0
     plan.suppress_ids[:] = 0
     if (extras := plan.extras) is not None:
-        for ids in (extras.history_tokens, extras.bias_ids, extras.score_targets):
+        for ids in (extras.history_tokens, extras.bias_ids, extras.score_targets, extras.masks):
             ids[:] = 0
     plan.seal()
 

@@ -202,7 +202,8 @@ def test_clear_errors(checkpoint) -> None:
     with pytest.raises(ModelError, match=r"no memory for 1000000000 KV pages"):
         make_runner(path, num_pages=1_000_000_000).max_pages()
     with pytest.raises(ModelError, match=r"0 MiB are left .* smaller max_step_tokens \(now 1099511627776\)"):
-        make_runner(path, max_step_tokens=1 << 40, max_running_requests=1 << 20).max_pages()
+        config = WorkerConfig(path, max_step_tokens=1 << 40, max_running_requests=1 << 20)
+        ModelRunner(config, TPGroup.single()).max_pages()
     assert make_runner(path, num_pages=33).max_pages() == 33
 
 
