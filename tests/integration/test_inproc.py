@@ -1,5 +1,9 @@
 """The in-process executor: the same engine without Ray and sockets."""
 
+import json
+import re
+
+import jsonschema
 import numpy as np
 import pytest
 import torch
@@ -66,3 +70,34 @@ def test_errors_keep_their_kind(tmp_path):
     (path / "model.safetensors").unlink()
     with pytest.raises(ModelLoadError, match="safetensors"):
         LLM(str(path), **SIZES)
+
+
+def test_outputs_of_a_given_form_beside_free_ones(tmp_path):
+    """Random weights, so that only the form makes sense; more requests than rows, prompts longer than a step."""
+    path = make_checkpoint("llama", tmp_path, vocab_size=400)
+    tiny_tokenizers.byte_level(path)
+    free = SamplingParams(temperature=1.0, seed=4, max_tokens=20, ignore_eos=True)
+    schema = {"type": "array", "items": {"enum": ["a", 1, None]}, "minItems": 1, "maxItems": 3}
+    forms = [{"regex": "[ab]{3}-[0-9]{2}"}, {"choice": ["yes", "no, thanks"]}, {"json": schema}]
+    bound = [
+        SamplingParams(temperature=1.0, seed=seed, max_tokens=90, structured_outputs=form)
+        for seed in range(3)
+        for form in forms
+    ]
+    prompts = ["hello world, " * 4 + str(number) for number in range(len(bound) + 2)]
+    with LLM(str(path), **SIZES) as llm:
+        alone = [output.token_ids for output in llm.generate(prompts[:2], free)]
+        outputs = llm.generate(prompts, [free, free, *bound])
+        assert [output.token_ids for output in outputs[:2]] == alone
+        for params, output in zip(bound, outputs[2:], strict=True):
+            wanted = params.structured_outputs
+            assert output.finish_reason == "stop", output
+            if wanted.regex:
+                assert re.fullmatch(wanted.regex, output.text)
+            elif wanted.choice:
+                assert output.text in wanted.choice
+            else:
+                jsonschema.validate(json.loads(output.text), schema)
+        with pytest.raises(InvalidRequestError, match="prompt 1: structured_outputs: ") as caught:
+            llm.generate(["a", "b"], [free, SamplingParams(structured_outputs={"regex": "("})])
+        assert caught.value.param == "structured_outputs"
