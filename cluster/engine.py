@@ -25,7 +25,7 @@ from cluster.errors import (
     StartupError,
 )
 from cluster.fake_runner import FakeRunner
-from cluster.flight import NoRecorder
+from cluster.flight import FlightRecorder, NoRecorder
 from cluster.flight.recording import write_into
 from cluster.grammar_compiler import GrammarCompiler
 from cluster.inproc_group import InprocGroup
@@ -85,6 +85,7 @@ class Engine:
         self._digest: PrefixDigest | None = None
         self._group: WorkerGroup | InprocGroup | None = None
         self._driver: Driver | None = None
+        self._recorder: FlightRecorder | NoRecorder = NoRecorder()
 
     def start(self, progress: Progress = no_progress, min_cpus: int = 0) -> EngineInfo:
         """Connect to Ray, start the ranks and the driver loop; returns when the engine is ready. Call it once.

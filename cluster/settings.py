@@ -27,7 +27,7 @@ from worker.config import WorkerConfig
 # What fresh workers need to be as those that were recorded.
 _RECORDED = (
     "model", "load_format", "tp_size", "device", "dtype", "page_size", "num_pages", "max_running_requests",
-    "max_seq_len", "max_step_tokens", "kv_layout", "gpu_memory_utilization", "gpus_per_rank",
+    "max_seq_len", "max_step_tokens", "kv_layout", "attention_backend", "gpu_memory_utilization", "gpus_per_rank",
 )  # fmt: skip
 
 

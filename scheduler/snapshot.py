@@ -53,7 +53,7 @@ class LiveRow:
     def learn(self, position: int, token: int) -> None:
         """A token that was being sampled has arrived."""
         if position == self.known < len(self.tokens):
-            self.tokens[position] = token
+            self.tokens[position] = max(token, 0)  # as workers store what is no token
             self.known += 1
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import zlib
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,7 @@ def create_symmetric_memory(
 
     A collective: every rank calls it and gets the same answer.
     """
-    reason = _why_not(group)
+    reason = why_not(group, device)
     memory = None
     if reason is None:
         try:
@@ -78,9 +79,13 @@ def create_symmetric_memory(
     return memory
 
 
-def _why_not(group: dist.ProcessGroup) -> str | None:
+def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why the ranks need not try, or None. A collective; `device`: where this rank's tensors for it lie."""
     if group.size() > MAX_RANKS:
         return f"{group.size()} ranks, symmetric memory takes {MAX_RANKS}"
-    hosts: list[str | None] = [None] * group.size()
-    dist.all_gather_object(hosts, socket.gethostname(), group=group)
-    return "the ranks are on several hosts" if len(set(hosts)) > 1 else None
+    # The largest and the smallest; all_gather_object would unpickle what peers send.
+    host = zlib.crc32(socket.gethostname().encode())
+    ends = torch.tensor([host, -host], dtype=torch.int64, device=device)
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
+    largest, smallest = ends.tolist()
+    return "the ranks are on several hosts" if largest != -smallest else None

@@ -96,9 +96,9 @@ class FlightRecorder:
     def result(self, result: StepResult) -> None:
         """Record the result of the oldest plan without one."""
         step = self._unanswered.popleft()
-        step.answered = self._clock()
         if self._with_tokens:
             step.tokens = result.tokens.copy()
+        step.answered = self._clock()  # last: another thread may be writing the ring to a file
         segment = self._current
         if segment.waiting:
             segment.waiting -= 1

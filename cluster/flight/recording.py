@@ -76,11 +76,13 @@ class Recording:
         buffers = [plan.buffer for plan in self.snapshot]
         table = []
         for step in self.steps:
-            plan = step.plan
-            answered = step.answered is not None
-            tokens = np.zeros(plan.num_samples, np.int32) if step.tokens is None else step.tokens
-            buffers += [step.buffer, StepResult(plan.step_id, tokens).encode()] if answered else [step.buffer]
-            table.append([len(step.buffer), len(buffers[-1]) if answered else 0, step.sent, step.answered])
+            plan, answered, result_words = step.plan, step.answered, 0
+            buffers.append(step.buffer)
+            if answered is not None:
+                tokens = np.zeros(plan.num_samples, np.int32) if step.tokens is None else step.tokens
+                buffers.append(StepResult(plan.step_id, tokens).encode())
+                result_words = len(buffers[-1])
+            table.append([len(step.buffer), result_words, step.sent, answered])
         words = np.concatenate([np.empty(0, np.int32), *buffers]).astype("<i4", copy=False)
         header = {
             "raydix": version("raydix"), "reason": self.reason, "created": self.created,

@@ -149,6 +149,7 @@ class Failover:
     def _give_up(self) -> None:
         error = EngineDeadError(f"{self._cause}; no other took over within {self._timeout:g} s (replica_timeout)")
         streams, self._away, self._waiting = list(self._away), {}, []
-        self._suspects = Suspects()
+        self._suspects, self._losses = Suspects(), 0
+        self._connection_losses.clear()
         for stream in streams:
             self._fail(stream, error)

@@ -48,7 +48,7 @@ class Engine:
         lost, self.running[:] = [stream for stream in self.running if not stream.ended], []
         for stream in lost:
             self.failover.lost(stream, "the engine is gone", loss)
-        await asyncio.sleep(2.5 * failover.GATHER)
+        await self.until(lambda: not self.failover._lost)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 10
@@ -69,7 +69,8 @@ async def test_all_streams_of_a_dead_engine_are_sent_again_in_their_order() -> N
     streams = engine.open(3)
     engine.running.reverse()
     await engine.lose()
-    assert engine.running == streams and engine.failover.active
+    assert engine.failover.active
+    await engine.until(lambda: engine.running == streams)
     for stream in streams:
         stream.get_on(1)
     await engine.until(lambda: not engine.failover.active)
@@ -97,12 +98,25 @@ async def test_when_no_engine_comes_all_that_wait_fail_with_one_error() -> None:
     await engine.until(lambda: not engine.failover.active)
 
 
+async def test_after_giving_up_the_next_loss_is_a_first_one() -> None:
+    engine = Engine(timeout=0.5)
+    streams = engine.open(2)
+    await engine.lose(Loss.CONNECTION)
+    await engine.until(lambda: all(stream.error for stream in streams) and not engine.failover.active)
+    assert not engine.failover._connection_losses
+    engine.running.clear()
+    (late,) = engine.open(1)
+    await engine.lose()
+    await engine.until(lambda: engine.running == [late])
+    assert late.error is None
+
+
 async def test_deaths_between_which_streams_get_on_harm_nobody() -> None:
     engine = Engine()
     streams = engine.open(4)
     for _ in range(6):
         await engine.lose()
-        assert engine.running == streams
+        await engine.until(lambda: engine.running == streams)
         for stream in streams:
             stream.get_on()
         await engine.until(lambda: not engine.failover.active)
@@ -115,7 +129,7 @@ async def test_a_request_that_kills_every_engine_fails_alone() -> None:
     poison, deaths, late = streams[5], 0, []
     while poison.error is None:
         assert deaths < 4
-        await engine.until(lambda: poison in engine.running or len(engine.running) == 1)
+        await engine.until(lambda: {poison, engine.failover._suspects.alone} & {*engine.running})
         if poison in engine.running:
             deaths += 1
             await engine.lose()

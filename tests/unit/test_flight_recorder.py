@@ -19,13 +19,14 @@ from scheduler.fake_model import FakeModel
 from tests.unit.flight_harness import RecordedHarness
 from tests.unit.scheduler_harness import make_config, make_request
 from tests.unit.test_scheduler_stateful import CI, EOS, SchedulerMachine, configs
+from tests.unit.toy_constraint import ToyConstraint
 
 SHARED = list(range(100, 124))
 
 
 def wrapped(directory: Path, with_tokens: bool = True) -> tuple[RecordedHarness, Recording]:
     """A ring of 16 steps after 40: rows that began before it, rows that found prefixes of before it, penalties,
-    min_tokens, log probabilities; and what it holds."""
+    min_tokens, log probabilities, masks; and what it holds."""
     config = make_config(num_pages=100, max_running_requests=6, max_step_tokens=32, eos_token_ids=EOS)
     harness = RecordedHarness(config, FakeModel(1000, EOS[0], 0.02), steps=16, with_tokens=with_tokens)
     harness.run(make_request(1, [*SHARED, 7], max_tokens=2))
@@ -33,6 +34,7 @@ def wrapped(directory: Path, with_tokens: bool = True) -> tuple[RecordedHarness,
         make_request(2, [1, 2, 3], max_tokens=60, ignore_eos=True, frequency_penalty=0.5, logprobs=2),
         make_request(3, [*SHARED, 9], max_tokens=70, min_tokens=60, temperature=1.0, seed=5),
         make_request(4, [4] * 50, max_tokens=20, ignore_eos=True),
+        make_request(7, [7], max_tokens=60, request_constraint=ToyConstraint(1000, 60, eos=EOS[0])),
     )
     for _ in range(40):
         harness.step()
@@ -87,10 +89,14 @@ class TestWrappedRing:
 
     def test_without_token_ids_it_holds_none_and_is_not_run(self, tmp_path: Path) -> None:
         _, recording = wrapped(tmp_path, with_tokens=False)
+        masks = 0
         for plan in [*recording.snapshot, *(step.plan for step in recording.steps)]:
             assert not plan.run_tokens.any() and not plan.suppress_ids.any()
             if plan.extras is not None:
                 assert not plan.extras.history_tokens.any() and not plan.extras.score_targets.any()
+                assert not plan.extras.masks.any()
+                masks += len(plan.extras.masks)
+        assert masks
         assert not any(step.tokens is not None and step.tokens.any() for step in recording.steps)
         with pytest.raises(RecordingError, match=r"holds no token ids.*--record-tokens.*--inspect"):
             check_replayable(recording)

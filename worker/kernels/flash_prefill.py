@@ -36,7 +36,7 @@ def why_not(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 class FlashPrefill:
-    """The kernel for one model shape. `load` begins importing, `compile` goes on to compiling; `ready` tells when."""
+    """The kernel for one model shape: importing begins at once, compiling with `compile`; `ready` tells the end."""
 
     def __init__(self) -> None:
         self._call: Callable[..., object] | None = None

@@ -93,9 +93,7 @@ def _replica(report: dict[str, Any]) -> dict[str, Any]:
         "problem": problem,
         "recovering": status["failure"] is None and status["stalled"] is not None,
         "settings": {name: info[name] for name in _SETTINGS},
-        "ranks": [
-            {"node_ip": rank["node_ip"], "pid": rank["pid"], "gpu_ids": rank["gpu_ids"]} for rank in info["ranks"]
-        ],
+        "ranks": [{name: rank[name] for name in _WHEREABOUTS} for rank in info["ranks"]],
         "metrics": None if metrics is None else {name: metrics[name] for name in _COUNTERS},
         "tree": report["tree"],
     }
