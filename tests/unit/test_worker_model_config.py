@@ -182,12 +182,13 @@ def test_group_of_one():
 
 
 def test_gloo_processes(tmp_path):
-    """Two real ranks: collectives, and a model over them."""
+    """Two real ranks: collectives, whether they share a host, and a model over them."""
     path = make_checkpoint("qwen2", tmp_path / "model")
     results = mp.get_context("spawn").SimpleQueue()
     mp.spawn(gloo_rank, args=(2, str(tmp_path / "store"), str(path), results), nprocs=2)
-    summed, gathered, logits = results.get()
+    summed, gathered, why, logits = results.get()
     assert summed == [3.0, 3.0] and gathered == [[0, 1], [0, 1]]
+    assert why == [None, "the ranks are on several hosts"]
     with torch.inference_mode():
         expected = load_reference(path)(torch.arange(3, 15)[None]).logits[0]
     torch.testing.assert_close(torch.tensor(logits), expected, atol=1e-4, rtol=0)

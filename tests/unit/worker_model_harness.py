@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from worker.model_config import ModelConfig
 from worker.models.registry import CausalLM, ModelContext, create_model
 from worker.page_table import PageTable
 from worker.parallel import TPGroup, init_tp_group
+from worker.symmetric_memory import why_not
 from worker.weights import load_weights
 
 torch.set_num_threads(1)
@@ -166,6 +168,9 @@ def gloo_rank(rank: int, size: int, store: str, path: str, results: SimpleQueue)
     group = init_tp_group(rank, size, "cpu", f"file://{store}", timeout=60.0)
     summed = group.all_reduce(torch.full((2,), rank + 1.0, dtype=torch.bfloat16))
     gathered = group.all_gather(torch.tensor([[rank], [rank]]), dim=1)
+    why = [why_not(group.group, torch.device("cpu"))]
+    with mock.patch("socket.gethostname", return_value=f"host{rank}"):
+        why.append(why_not(group.group, torch.device("cpu")))
     model, table = build_rank(path, group, page_size=4)
     tokens = {0: list(range(3, 15))}
     logits = model.compute_logits(model(make_batch(table, [0], np.zeros(1, dtype=np.int32), tokens, 0)))
@@ -173,4 +178,4 @@ def gloo_rank(rank: int, size: int, store: str, path: str, results: SimpleQueue)
     group.barrier()
     group.destroy()
     if rank == 0:
-        results.put((summed.tolist(), gathered.tolist(), logits.tolist()))
+        results.put((summed.tolist(), gathered.tolist(), why, logits.tolist()))
