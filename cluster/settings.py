@@ -24,7 +24,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.scheduler import Scheduler
 from worker.config import WorkerConfig
 
-# What fresh workers need to be as those that were recorded.
+# What fresh workers need to be like those that were recorded.
 _RECORDED = (
     "model", "load_format", "tp_size", "device", "dtype", "page_size", "num_pages", "max_running_requests",
     "max_seq_len", "max_step_tokens", "kv_layout", "attention_backend", "gpu_memory_utilization", "gpus_per_rank",

@@ -71,6 +71,8 @@ def engine_config(recording: Recording, args: argparse.Namespace) -> EngineConfi
 
     names = ("model", "device", "tp_size", "ray_address")
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if "device" in given:  # kernels of another one
+        given["attention_backend"] = "auto"
     return EngineConfig.parse(recording.engine | given)
 
 
