@@ -53,7 +53,6 @@ from scheduler.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
-
 _ANSWER_TIMEOUT = 5.0
 
 
@@ -225,9 +224,10 @@ class Engine:
     def read_digest(self, everything: bool) -> DigestReading | None:
         """What changed in the prefix cache since the last call, and all of it if `everything`.
 
-        None where no digest is kept, or the driver does not answer.
+        Empty where no digest is kept. None if the driver does not answer: changes may be lost then.
         """
-        return self._in_driver(partial(self._digest.read, everything)) if self._digest is not None else None
+        digest = self._digest
+        return DigestReading.empty() if digest is None else self._in_driver(partial(digest.read, everything))
 
     def record_flight(self) -> Path:
         """Save what the flight recorder holds in a new file.

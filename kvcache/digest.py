@@ -39,6 +39,12 @@ class DigestReading(NamedTuple):
     change: DigestChange
     hashes: NDArray[np.uint64] | None
 
+    @classmethod
+    def empty(cls) -> DigestReading:
+        """Of a cache that holds nothing, ever."""
+        none = np.empty(0, dtype=np.uint64)
+        return cls(DigestChange(False, none, none), none)
+
 
 def prefix_hashes(ids: Ints, granularity: int) -> NDArray[np.uint64]:
     """The hashes of all prefixes of `ids` that end on a block border, shortest first, uint64."""

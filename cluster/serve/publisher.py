@@ -24,8 +24,6 @@ logger = logging.getLogger("ray.serve")
 INTERVAL = 0.1  # seconds between reports
 IDLE_TURNS = 10  # intervals to a report with nothing new
 
-_NOTHING = DigestReading(DigestChange(False, np.empty(0, np.uint64), np.empty(0, np.uint64)), np.empty(0, np.uint64))
-
 
 class Publisher:
     """Reports of one replica. Everything runs in its event loop."""
@@ -80,7 +78,10 @@ class Publisher:
         self._turns = 0
         self._busy = self.outstanding > 0
         channels = list(self._sequences)
-        reading = await asyncio.to_thread(self._engine.read_digest, new) or _NOTHING
+        reading = await asyncio.to_thread(self._engine.read_digest, new)
+        if reading is None:  # silence says that this replica is not well, and then everything is told anew
+            self._sequences = dict.fromkeys(self._sequences, 0)
+            return
         for channel in channels:
             self._report(channel, reading)
 
@@ -90,7 +91,7 @@ class Publisher:
         if not sequence:
             if reading.hashes is None:  # it came while the others' report was being read
                 return
-            change = DigestChange(True, reading.hashes, _NOTHING.change.removed)
+            change = DigestChange(True, reading.hashes, np.empty(0, dtype=np.uint64))
         report = ReplicaReport(
             self._replica,
             sequence + 1,
