@@ -62,7 +62,7 @@ def processes():
     started: list[ServeProcess] = []
     yield started
     for server in started:
-        server.kill()
+        server.clear()
 
 
 class TestCommand:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -72,12 +73,14 @@ class ServeProcess:
         self._reader.join(10)
         return code
 
-    def kill(self) -> None:
-        """For a test that failed: this process and all below it."""
+    def clear(self) -> None:
+        """After a test: what it left running if it failed, and the logs that are kept when an engine fails."""
         if self.process.poll() is None:
             for process in [*self.children(), self.process]:
                 process.kill()
             self.process.wait()
+        for session in directories(self.process.pid):
+            shutil.rmtree(session.parent)
 
 
 @pytest.fixture
@@ -91,7 +94,7 @@ def start() -> Iterator[type]:
 
     yield start_one
     for server in started:
-        server.kill()
+        server.clear()
 
 
 def assert_all_ended(processes: list[psutil.Process], seconds: float = 15) -> None:
@@ -168,6 +171,9 @@ def test_killed_worker_ends_stream_and_server_with_the_reason(start):
     assert server.wait(60) == 1
     last = server.log.rstrip().splitlines()[-1]
     assert last.startswith("raydix: error: the engine has failed: rank 0") and "died" in last
+    assert re.search(
+        rf"logs are kept in {directories(server.process.pid)[0].parent}/session_latest/logs$", server.log, re.M
+    )
     assert_all_ended(processes)
 
 
