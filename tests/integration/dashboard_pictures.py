@@ -21,8 +21,8 @@ QUESTIONS = ("What is the capital of France?", "And of Italy?")
 
 
 def load(server: Server) -> subprocess.Popen[bytes]:
-    """Six users, whose prompts begin in one of four ways."""
-    options = ["--workload", "shared-prefix", "--prefix-len", "160", "--prefix-groups", "4", "--concurrency", "6"]
+    """Four users, whose prompts begin in one of four ways."""
+    options = ["--workload", "shared-prefix", "--prefix-len", "160", "--prefix-groups", "4", "--concurrency", "4"]
     options += ["--prompt-len", "uniform:20:80", "--output-len", "uniform:30:60", "--requests", "10000"]
     program = "import sys; from cluster.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "bench", "serve", "--url", server.url, *options]
@@ -33,7 +33,7 @@ async def ask(page: Page, question: str) -> None:
     await page.evaluate(f"document.getElementById('chat-text').value = {question!r}")
     before = await page.evaluate("document.querySelectorAll('.cached').length")
     await page.evaluate("document.getElementById('chat-form').requestSubmit()")
-    await page.until(f"document.querySelectorAll('.cached').length > {before}", 120)
+    await page.until(f"document.querySelectorAll('.cached').length > {before}", 300)
 
 
 async def main(directory: Path, device: str) -> None:
@@ -46,7 +46,6 @@ async def main(directory: Path, device: str) -> None:
                 await page.until("document.getElementById('status').dataset.state == 'good'", 30)
                 await asyncio.sleep(6)
                 await page.screenshot(directory / f"dashboard-{name}.png")
-        generator = load(server)
         async with chromium() as screen, chromium() as phone:
             await screen.open(url, *SCREEN, dark=False)
             await phone.open(url, *PHONE, dark=True)
@@ -55,6 +54,7 @@ async def main(directory: Path, device: str) -> None:
             for question in QUESTIONS:
                 await ask(screen, question)
             await ask(phone, QUESTIONS[0])
+            generator = load(server)
             await asyncio.sleep(SECONDS)
             await screen.screenshot(directory / "dashboard-load.png")
             await screen.evaluate("document.getElementById('theme').click()")
