@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cluster.driver import Driver
-from cluster.errors import EngineError
+from cluster.errors import EngineDeadError, EngineError
 from cluster.flight import FlightRecorder, read_recording
 from cluster.flight.replay import find_wrong_slot
 from cluster.messages import Pong
@@ -145,10 +145,22 @@ class DrivenGroup:
     def stop(self, grace: float = 0.0) -> None: ...
 
 
-class Served:
-    """A driver with its streams. `at_step`: called in the driver's thread once so many outputs came."""
+class DyingGroup(DrivenGroup):
+    """Its rank dies in step 15."""
 
-    def __init__(self, directory: Path, interval: int, corrupt: Callable[[Scheduler], None], after: int) -> None:
+    def send_plan(self, plan: StepPlan) -> None:
+        if plan.step_id == 15:
+            raise EngineDeadError("rank 0 died")
+        super().send_plan(plan)
+
+
+class Served:
+    """A driver with its streams. `corrupt` is called in the driver's thread when `after` outputs have come."""
+
+    def __init__(
+        self, directory: Path, interval: int, corrupt: Callable[[Scheduler], None] = lambda scheduler: None,
+        after: int = 0, group: DrivenGroup | None = None,
+    ) -> None:  # fmt: skip
         self.scheduler = Scheduler(CONFIG)
         self.tokens: dict[int, list[int]] = {number: [] for number in REQUESTS}
         self.finish: dict[int, FinishReason] = {}
@@ -158,7 +170,7 @@ class Served:
         self._corrupt, self._after = corrupt, after
         recorder = FlightRecorder(self.scheduler, 16, True, engine_of(CONFIG), directory)
         self.driver = Driver(
-            DrivenGroup(), self.scheduler, 30.0, interval, self._take, self.failures.put, recorder=recorder
+            group or DrivenGroup(), self.scheduler, 30.0, interval, self._take, self.failures.put, recorder=recorder
         )
         for request in REQUESTS.values():
             self.driver.post(lambda request=request: self.scheduler.add(request))
@@ -216,3 +228,14 @@ def test_a_driver_that_fails_saves_the_steps(tmp_path: Path) -> None:
     recording = read_recording(path)
     assert "the driver loop failed: IndexError" in recording.reason
     assert len(recording.steps) >= 8 and recording.broken is None
+
+
+def test_a_rank_that_dies_has_the_steps_saved_with_the_one_it_died_in(tmp_path: Path) -> None:
+    served = Served(tmp_path, 0, group=DyingGroup())
+    assert "rank 0 died" in str(served.failures.get(timeout=60))
+    served.driver.close()
+    (path,) = tmp_path.iterdir()
+    recording = read_recording(path)
+    assert recording.reason == "rank 0 died"
+    assert recording.steps[-1].plan.step_id == 15 and recording.steps[-1].tokens is None
+    assert find_wrong_slot(recording) is None
