@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import openai
 import pytest
 
 from cluster.default_model import ensure_default_model
+from cluster.flight import read_recording
+from cluster.flight.replay import find_wrong_slot
 from cluster.tokenizer import Tokenizer
 from tests.integration.http_server import MODEL, events, running_server
 
@@ -55,6 +58,16 @@ def test_what_is_served(server):
     assert server.get("/health").json()["status"] == "ok"
     assert server.get("/ready").json()["status"] == "ready"
     assert "/v1/chat/completions" in server.get("/openapi.json").json()["paths"]
+
+
+def test_the_last_steps_are_saved_on_request_without_their_tokens(server):
+    complete(server)
+    (saved,) = server.post("/flight_record").json()["recordings"]
+    recording = read_recording(Path(saved["file"]))
+    Path(saved["file"]).unlink()
+    assert recording.steps and recording.broken is None and find_wrong_slot(recording) is None
+    assert not any(step.plan.run_tokens.any() for step in recording.steps)
+    assert "raydix_integrity_violations_total" in server.get("/metrics").text
 
 
 def test_chat_answers_and_counts(client, tokenizer):
