@@ -220,7 +220,8 @@ BAD_REQUESTS = [
     ("/v1/chat/completions", {"messages": CAPITAL, "max_completion_tokens": -3}, 400, "max_completion_tokens"),
     ("/v1/chat/completions", {"messages": CAPITAL, "tools": [{}]}, 400, "tools"),
     ("/v1/chat/completions", {"messages": CAPITAL, "tools": [TOOL]}, 400, "tools"),  # the template has no format
-    ("/v1/chat/completions", {"messages": CAPITAL, "response_format": {"type": "json_object"}}, 400, "response_format"),
+    ("/v1/chat/completions", {"messages": CAPITAL, "response_format": {"type": "xml"}}, 400, "response_format"),
+    ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": "("}}, 400, "structured_outputs"),
 ]
 
 
