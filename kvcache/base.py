@@ -142,6 +142,14 @@ class BasePrefixCache(ABC):
         more than asked. Raises `CacheError`, and changes nothing, when `num_tokens` exceeds the evictable size.
         """
 
+    @abstractmethod
+    def forget(self, handle: CacheHandle) -> IntArray:
+        """Forget this prefix from its end back to what is locked or what another prefix begins with; return the freed
+        token slots (whole pages).
+
+        Raises `CacheError` when the handle is stale.
+        """
+
     @property
     @abstractmethod
     def size_info(self) -> SizeInfo:

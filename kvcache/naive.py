@@ -54,6 +54,9 @@ class NaivePrefixCache(BasePrefixCache):
             raise CacheError(f"cannot evict {num_tokens} tokens: the naive cache holds none")
         return np.empty(0, np.int32)
 
+    def forget(self, handle: CacheHandle) -> IntArray:
+        return np.empty(0, np.int32)
+
     @property
     def size_info(self) -> SizeInfo:
         return SizeInfo(evictable_size=0, protected_size=0)

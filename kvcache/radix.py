@@ -41,7 +41,7 @@ from kvcache.base import (
 )
 from kvcache.digest import PrefixDigest
 from kvcache.radix_check import check_tree
-from kvcache.radix_node import TOKEN_BYTES, RadixNode, all_pages, make_root, subtree
+from kvcache.radix_node import TOKEN_BYTES, RadixNode, all_pages, common_bytes, make_root, subtree
 from kvcache.radix_summary import summarize
 
 
@@ -104,7 +104,7 @@ class RadixPrefixCache(BasePrefixCache):
             if child is None:
                 break
             if not data.startswith(child.key, pos):
-                pos += self._common_bytes(child.key, data, pos)
+                pos += common_bytes(child.key, data, pos, self.page_size)
                 break
             pos += len(child.key)
             node = child
@@ -155,8 +155,6 @@ class RadixPrefixCache(BasePrefixCache):
                 f"cannot evict {num_tokens} tokens: {self._evictable} are evictable and {self._protected} protected"
             )
         root = self._root
-        digest = self.digest
-        page_bytes = self._page_bytes
         parts: list[bytes] = []
         freed = 0  # in bytes of page starts, as `wanted` is from here on
         wanted *= TOKEN_BYTES
@@ -169,16 +167,18 @@ class RadixPrefixCache(BasePrefixCache):
                 break
             parts.append(pages)
             freed += len(pages)
-            leaf.unlink()
-            parent = leaf.parent
-            if len(parent.children) == 1:
-                parent.children = None
-            else:
-                del parent.children[leaf.key[:page_bytes]]
-            leaf.parent = None
-            if digest is not None:
-                digest.node_removed(leaf)
+            self._remove_leaf(leaf)
         self._evictable -= freed // TOKEN_BYTES * self.page_size
+        return self._token_slots(parts)
+
+    def forget(self, handle: CacheHandle) -> IntArray:
+        node, parts = self._live_node(handle), []
+        while node is not self._root and node.children is None and node.refs == 0:
+            parent = node.parent
+            parts.append(node.pages)
+            self._evictable -= len(node.key) // TOKEN_BYTES
+            self._remove_leaf(node)
+            node = parent
         return self._token_slots(parts)
 
     @property
@@ -235,7 +235,7 @@ class RadixPrefixCache(BasePrefixCache):
             if child is None:
                 break
             if not data.startswith(child.key, pos):
-                child = self._split(child, self._common_bytes(child.key, data, pos))
+                child = self._split(child, common_bytes(child.key, data, pos, self.page_size))
             pos += len(child.key)
             if child.refs == 0:
                 if behind.older is not child:
@@ -251,14 +251,6 @@ class RadixPrefixCache(BasePrefixCache):
             node.unlink()
             node.link_before(self._root)
             node = node.parent
-
-    def _common_bytes(self, key: bytes, data: bytes, pos: int) -> int:
-        """Bytes of whole pages on which `key` and `data[pos:]` agree; they agree on the first page at least."""
-        count = min(len(key), len(data) - pos) // TOKEN_BYTES
-        differs = np.frombuffer(key, np.int32, count) != np.frombuffer(data, np.int32, count, pos)
-        first = int(differs.argmax())
-        same = first if differs[first] else count
-        return same // self.page_size * self._page_bytes
 
     def _split(self, node: RadixNode, at: int) -> RadixNode:
         """Cut `node`'s edge after `at` bytes; the new upper node is returned, `node` is the lower one."""
@@ -289,6 +281,17 @@ class RadixPrefixCache(BasePrefixCache):
         if self.digest is not None:
             self.digest.node_added(leaf)
         return leaf
+
+    def _remove_leaf(self, leaf: RadixNode) -> None:
+        leaf.unlink()
+        parent = leaf.parent
+        if len(parent.children) == 1:
+            parent.children = None
+        else:
+            del parent.children[leaf.key[: self._page_bytes]]
+        leaf.parent = None
+        if self.digest is not None:
+            self.digest.node_removed(leaf)
 
     def _cut_leaf(self, leaf: RadixNode, pages: int) -> bytes:
         """Take `pages` pages off the end of `leaf`; returns their page starts."""

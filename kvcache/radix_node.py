@@ -68,3 +68,12 @@ def subtree(root: RadixNode) -> list[RadixNode]:
 def all_pages(nodes: list[RadixNode]) -> IntArray:
     """First slots of all pages of `nodes`, int32."""
     return np.frombuffer(bytearray().join([node.pages for node in nodes]), np.int32)
+
+
+def common_bytes(key: bytes, data: bytes, pos: int, page_size: int) -> int:
+    """Bytes of whole pages on which `key` and `data[pos:]` agree; they agree on the first page at least."""
+    count = min(len(key), len(data) - pos) // TOKEN_BYTES
+    differs = np.frombuffer(key, np.int32, count) != np.frombuffer(data, np.int32, count, pos)
+    first = int(differs.argmax())
+    same = first if differs[first] else count
+    return same // page_size * page_size * TOKEN_BYTES

@@ -118,8 +118,8 @@ class CacheManager:
 
         Planned prefill (`finished=False`): everything up to `cached_len`; the lock moves to the longer prefix.
         `finished=True`: whatever is both stored and known enters the tree, the lock is dropped, and every page that
-        the tree did not take (a twin was there first, or the page is not full) is freed. No planned step may still
-        use the row.
+        the tree did not take (a twin was there first, or the page is not full) is freed. Of a spoilt request nothing
+        enters, and what nobody else uses leaves. No planned step may still use the row.
         """
         rows, row, size, held = self.rows, req.table_idx, self.page_size, req.handle
         stored = int(rows.cached_len[row])
@@ -127,7 +127,7 @@ class CacheManager:
             self._cache_planned(req, held, stored - stored % size)
             return
         num_pages = rows.num_pages(row)
-        stored = min(stored, int(rows.known_len[row]))
+        stored = held.cached_len if req.spoilt else min(stored, int(rows.known_len[row]))
         start, end = held.cached_len, stored - stored % size
         kept_from = kept_to = start
         if end > start:
@@ -141,6 +141,8 @@ class CacheManager:
         for begin, end in ((first, duplicates), (taken, num_pages)):
             if end > begin:
                 self.allocator.free(rows.page_table[row, begin:end])
+        if req.spoilt:
+            self.allocator.free(self.prefix_cache.forget(held)[::size])
         rows.cached_len[row] = 0
 
     def _cache_planned(self, req: Req, held: CacheHandle, end: int) -> None:

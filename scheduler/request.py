@@ -73,8 +73,8 @@ class Req:
 
     __slots__ = (
         "cached_prompt", "end_len", "handle", "has_extras", "ids", "passed_over", "private", "prompt_len",
-        "prompt_scores", "request", "rows", "sampling_words", "scored", "sent_pages", "seq", "state", "stop_from",
-        "stop_ids", "suppress_until", "table_idx",
+        "prompt_scores", "request", "rows", "sampling_words", "scored", "sent_pages", "seq", "spoilt", "state",
+        "stop_from", "stop_ids", "suppress_until", "table_idx",
     )  # fmt: skip
 
     def __init__(self, request: Request, seq: int, rows: RowState, eos_token_ids: tuple[int, ...]) -> None:
@@ -104,6 +104,7 @@ class Req:
         )
         self.scored = 0  # prompt tokens, counted from the second, whose log probabilities have arrived
         self.prompt_scores: list[LogprobBlock] = []
+        self.spoilt = False  # its K/V may hold NaN, and so may that of its prompt's beginning, which others share
         self.private = False  # its row neither takes nor gives cached prefixes while it is in prefill
         self.sampling_words = sampling_entry(
             row=0, temperature=sampling.temperature, top_p=sampling.top_p, min_p=sampling.min_p,

@@ -94,6 +94,7 @@ def _finish(
         req = table.by_row[row]
         if bad:
             reason = FinishReason.ERROR
+            req.spoilt = True
             state.known_len[row] = position
         elif stops and position >= req.stop_from:
             reason = FinishReason.STOP

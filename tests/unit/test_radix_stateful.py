@@ -185,8 +185,24 @@ class RadixMachine(RuleBasedStateMachine):
             self.cache.evict(sizes.evictable_size + excess)
         assert self.cache.size_info == sizes
 
-    @rule(held=consumes(handles))
+    @rule(held=handles)
     def forget(self, held: Held) -> None:
+        if held.evicted:
+            with pytest.raises(CacheError, match="stale"):
+                self.cache.forget(held.handle)
+            return
+        slots = self.cache.forget(held.handle)
+        protected, gone = self.protected(), []
+        for prefix in reversed(self.prefixes(held.prefix)):
+            if prefix in protected or any(other[: len(prefix)] == prefix != other for other in self.pages):
+                break
+            gone.append(self.pages.pop(prefix))
+        assert sorted(slots[:: self.page_size].tolist()) == sorted(gone)
+        for each in self.known:
+            each.evicted |= any(prefix not in self.pages for prefix in self.prefixes(each.prefix))
+
+    @rule(held=consumes(handles))
+    def drop(self, held: Held) -> None:
         if held.locks == 0:
             self.known.remove(held)
 

@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 
 from cluster import LLM, SamplingParams
+from kvcache import CacheError, RadixPrefixCache
 from scheduler.fake_worker import FakeWorker
 from scheduler.outputs import FinishReason
 from scheduler.step import StepPlan
@@ -51,12 +52,18 @@ def test_the_request_ends_with_an_error_and_its_neighbours_go_on(depth: int, pos
     assert (stats.running, stats.free_pages + stats.cached_pages) == (0, stats.total_pages)
 
 
-def test_weights_with_a_nan_end_the_requests_that_meet_it(tmp_path: Path) -> None:
-    path = make_checkpoint("llama", tmp_path)
+def damaged_checkpoint(directory: Path) -> Path:
+    """Token 60 makes NaN of what it meets."""
+    path = make_checkpoint("llama", directory)
     file = path / "model.safetensors"
     tensors = safetensors.torch.load_file(file)
     tensors["model.embed_tokens.weight"][60, 3] = torch.nan
     safetensors.torch.save_file(tensors, file, {"format": "pt"})
+    return path
+
+
+def test_weights_with_a_nan_end_the_requests_that_meet_it(tmp_path: Path) -> None:
+    path = damaged_checkpoint(tmp_path)
     sizes = {"num_pages": 64, "max_running_requests": 4, "max_step_tokens": 16, "executor": "inproc", "device": "cpu"}
     with LLM(str(path), page_size=4, **sizes) as llm:
         sampling = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=1)
@@ -67,3 +74,41 @@ def test_weights_with_a_nan_end_the_requests_that_meet_it(tmp_path: Path) -> Non
     for output in (good[1], bad[0]):
         assert (output.finish_reason, output.token_ids, output.logprobs) == ("error", [], [])
         assert "scores for the next token are NaN" in output.error
+
+
+def test_a_prefix_that_was_computed_beside_a_nan_is_not_kept(tmp_path: Path) -> None:
+    """A weight of zero times NaN is NaN: the K/V of tokens before the bad one is bad as well."""
+    path = damaged_checkpoint(tmp_path)
+    sizes = {"num_pages": 64, "max_running_requests": 4, "max_step_tokens": 64, "executor": "inproc", "device": "cpu"}
+    known, new = list(range(3, 11)), list(range(20, 28))
+    prompts = [[*known, 11], [*known, 60], [*known, 12], [*new, 60], [*new, 11]]
+    with LLM(str(path), page_size=4, **sizes) as llm:
+        sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        outputs = [llm.generate([prompt], sampling)[0] for prompt in prompts]
+        stats = llm.stats()
+    found = [(output.finish_reason, output.cached_tokens) for output in outputs]
+    assert found == [("length", 0), ("error", 8), ("length", 8), ("error", 0), ("length", 0)]
+    assert stats["free_pages"] + stats["cached_pages"] == stats["total_pages"]
+
+
+def test_forgetting_stops_at_what_others_need() -> None:
+    tree = RadixPrefixCache(page_size=2)
+    ids = np.arange(8, dtype=np.int32)
+    other = np.array([0, 1, 9, 9], dtype=np.int32)
+    tree.insert_prefix(ids, ids)
+    tree.insert_prefix(other, np.array([0, 1, 8, 9], dtype=np.int32))
+    long = tree.match_prefix(ids).handle
+    upper = tree.match_prefix(ids[:4]).handle
+    tree.lock_handle(long)
+    assert not tree.forget(long).size  # in use
+    tree.lock_handle(long, unlock=True)
+    tree.lock_handle(upper)
+    assert sorted(tree.forget(long).tolist()) == [4, 5, 6, 7]
+    tree.check_integrity([upper])
+    with pytest.raises(CacheError, match="stale"):
+        tree.forget(long)
+    tree.lock_handle(upper, unlock=True)
+    assert sorted(tree.forget(upper).tolist()) == [2, 3]  # what both begin with stays
+    tree.check_integrity([])
+    assert tree.match_prefix(other).handle.cached_len == 4 and tree.match_prefix(ids).handle.cached_len == 2
+    assert tree.size_info == (4, 0)
