@@ -69,8 +69,8 @@ MISTAKES = [
     Mistake(TP8, "applications:", "application:", "application", "did you mean applications?"),
     Mistake(TP8, "    route_prefix: /", "    route_prefx: /", "applications[0].route_prefx", "route_prefix"),
     Mistake(AUTO, "max_replicas: 4", "max_replica: 4", f"{ENGINE}.autoscaling_config.max_replica", "max_replicas"),
-    Mistake(AUTO, "target_ongoing_requests", "target_num_ongoing_requests_per_replica",
-            f"{ENGINE}.autoscaling_config.target_num_ongoing_requests_per_replica", "unknown key"),
+    Mistake(AUTO, "look_back_period_s", "look_back_period",
+            f"{ENGINE}.autoscaling_config.look_back_period", "unknown key"),
     Mistake(REPLICAS, "num_replicas: 4", "logging_config: {level: DEBUG}", f"{ENGINE}.logging_config.level",
             "unknown key"),
     # Serve: values
