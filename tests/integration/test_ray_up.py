@@ -19,7 +19,7 @@ MISSING = what_is_missing()
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_three_hosts(tmp_path: Path) -> None:
-    """Seven minutes on a quiet machine, twenty on a busy one. `ray up` and `ray down` stop every Ray process they see: here, only those of the hosts."""
+    """Some ten minutes. `ray up` and `ray down` stop every Ray process they see: here, only those of the hosts."""
     model = resolve_model(None)
     with lab(tmp_path, ["head", "first", "second"]) as made:
         cluster_file(made, tmp_path / "cluster.yaml")
