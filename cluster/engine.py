@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, TimeoutError
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from cluster import ray_runtime
 from cluster.config import EngineConfig
 from cluster.driver import Driver
+from cluster.driver_query import Answer, ask_driver
 from cluster.engine_info import EngineInfo
 from cluster.errors import (
     EngineClosedError,
@@ -51,9 +51,6 @@ from scheduler.request import InvalidRequest, Request
 from scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-
-Answer = TypeVar("Answer")
-_ANSWER_TIMEOUT = 5.0
 
 
 class Engine:
@@ -255,15 +252,7 @@ class Engine:
         }
 
     def _in_driver(self, ask: Callable[[], Answer]) -> Answer | None:
-        """What `ask` says in the driver's thread; None if the driver has ended or does not answer in time."""
-        if self._driver is None or self._driver.failure is not None:
-            return None
-        answer: Future[Answer] = Future()
-        self._driver.post(lambda: answer.set_result(ask()))
-        try:
-            return answer.result(_ANSWER_TIMEOUT)
-        except TimeoutError:
-            return None
+        return None if self._driver is None else ask_driver(self._driver, ask)
 
     @property
     def overdue(self) -> float:

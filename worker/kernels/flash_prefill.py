@@ -30,9 +30,11 @@ def why_not(dtype: torch.dtype, device: torch.device) -> str | None:
         return "it needs a GPU of compute capability 9.0 or newer"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in bfloat16 and float16, not {dtype}"
-    if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
-        return "the package flash-attn-4 is not installed"
-    return None
+    try:
+        found = importlib.util.find_spec("flash_attn.cute")  # imports the parent package, which older versions share
+    except ImportError as error:
+        return f"flash_attn cannot be imported: {error}"
+    return None if found else "the package flash-attn-4 is not installed"
 
 
 class FlashPrefill:
