@@ -70,9 +70,13 @@ class Alone:
 
     def run(self, request: Request) -> AloneOutput:
         """The output of a request like this one. `request` itself is not touched."""
-        key = (request.prompt_ids.tobytes(), request.prompt_len, request.sampling.model_dump_json())
+        constraint = None if request.constraint is None else request.constraint.fresh()
+        held_to = None if constraint is None else constraint.settings
+        key = (request.prompt_ids.tobytes(), request.prompt_len, request.sampling.model_dump_json(), held_to)
         if key not in self._outputs:
-            copy = Request(1, request.prompt_ids, request.sampling, prompt_len=request.prompt_len)
+            copy = Request(
+                1, request.prompt_ids, request.sampling, prompt_len=request.prompt_len, constraint=constraint
+            )
             self._outputs[key] = self._generate(copy)
         return self._outputs[key]
 

@@ -20,16 +20,16 @@ class ToyConstraint(Constraint):
     def __init__(
         self, vocab_size: int, length: int, may_end: int = 1 << 20, eos: int = 3, fails_at: int | None = None
     ) -> None:
-        self._settings = (vocab_size, length, may_end, eos, fails_at)
+        self.settings = (vocab_size, length, may_end, eos, fails_at)
         self.mask_words = -(-vocab_size // 32)
         self.tokens: list[int] = []
 
     def fresh(self) -> ToyConstraint:
         """The same at its beginning."""
-        return ToyConstraint(*self._settings)
+        return ToyConstraint(*self.settings)
 
     def allowed(self) -> list[int]:
-        vocab_size, _, may_end, eos, fails_at = self._settings
+        vocab_size, _, may_end, eos, fails_at = self.settings
         place = len(self.tokens)
         if place == fails_at:
             raise ConstraintError("no mask for this place")
@@ -45,7 +45,7 @@ class ToyConstraint(Constraint):
 
     @property
     def is_complete(self) -> bool:
-        _, length, _, eos, _ = self._settings
+        _, length, _, eos, _ = self.settings
         return len(self.tokens) >= length or self.tokens[-1:] == [eos]
 
     def mask(self) -> np.ndarray:
