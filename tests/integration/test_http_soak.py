@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration.http_server import running_server
 
-WARM_UP, REQUESTS, AT_ONCE = 150, 1_000, 32
+WARM_UP, REQUESTS, AT_ONCE = 1_000, 1_000, 32  # the first thousand touches every page of the pool
 SLACK_BYTES = 48 << 20  # of a process: allocators keep what they had at their busiest moment
 SLACK_SOCKETS = 4  # idle keep-alive connections between the proxy and the replicas
 
