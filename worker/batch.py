@@ -18,10 +18,12 @@ class Batch:
     cached_len    [B]         tokens stored before the step
     device_len    [B]         tokens stored after it; extend_len = device_len - cached_len
     cu_extend     [B + 1]     prefix sums of extend_len: entry i's tokens are cu_extend[i] .. cu_extend[i + 1]
-    sample_index  [S] int64   index into T of the last token of each sampled entry
+    sample_index  [S] int64   index into T of the last token of each sampled entry; of the last entry if none is sampled
     num_decode                entries (the first ones) with one token whose whole prefix earlier steps wrote
     max_decode_len, max_prefill_len, max_extend_len   host ints: device_len over decode / prefill entries, extend_len
     host_*                    the same lengths on the host (numpy int32), for backends that loop on the CPU
+    outputs                   the tokens at sample_index as a batch of decodes, where nobody needs the output of others;
+                              None: all tokens leave the model
     """
 
     input_ids: torch.Tensor
@@ -39,3 +41,4 @@ class Batch:
     host_rows: object
     host_cached_len: object
     host_device_len: object
+    outputs: Batch | None = None

@@ -257,7 +257,7 @@ class ModelRunner:
         scores = None if layout.score_runs is None else self._score(plan, buffer, hidden, layout.score_top)
         if not plan.num_samples:
             return layout.join(None, None, scores)
-        logits = self._model.compute_logits(hidden[batch.sample_index])
+        logits = self._model.compute_logits(hidden if batch.outputs is not None else hidden[batch.sample_index])
         hot = hot_views(buffer, plan.padded_rows, plan.padded_tokens)
         rows, positions = sample_targets(hot, plan.num_samples)
         raw = self._sampler.take_raw(logits, rows, mode)

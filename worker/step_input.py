@@ -86,13 +86,13 @@ class StepInput:
         return buffer
 
     def batch(self, plan: StepPlan, buffer: torch.Tensor) -> Batch:
-        """The live entries of a loaded plan, padding left out."""
+        """The live entries of a loaded plan, padding left out; `outputs` unless prompt tokens are to be scored."""
         hot = hot_views(buffer, plan.padded_rows, plan.padded_tokens)
         count, tokens, decodes = plan.num_rows, plan.num_tokens, plan.num_decode
         host_cached, host_length = plan.cached_len[:count], plan.device_len[:count]
         extend = host_length - host_cached
         rows, cached, length = hot.rows[:count], hot.cached_len[:count], hot.device_len[:count]
-        sample = hot.sample[: plan.num_samples].long()
+        sample = hot.sample[: plan.num_samples].long() if plan.num_samples else self._arange[count - 1 : count]
         if plan.is_decode_only:
             cu_extend = self._arange32[: count + 1]
             positions, token_rows, sample_index = cached.long(), rows.long(), sample
@@ -103,7 +103,7 @@ class StepInput:
             positions = self._tokens_arange(tokens) + (cached - cu_extend[:-1])[entry]
             token_rows = rows[entry].long()
             sample_index = cu_extend[1:][sample].long() - 1
-        return Batch(
+        batch = Batch(
             input_ids=self._token_pool.gather(token_rows, positions),
             positions=positions,
             out_loc=hot.out_loc[:tokens].long(),
@@ -118,6 +118,34 @@ class StepInput:
             max_extend_len=_largest(extend),
             host_rows=plan.rows[:count],
             host_cached_len=host_cached,
+            host_device_len=host_length,
+        )
+        scored = plan.extras is not None and len(plan.extras.score_runs)
+        if not plan.is_decode_only and not scored:
+            batch.outputs = self._outputs(plan, batch, sample)
+        return batch
+
+    def _outputs(self, plan: StepPlan, batch: Batch, entries: torch.Tensor) -> Batch:
+        """The tokens at `batch.sample_index`, of `entries` (int64[S]), as decodes: all K/V are stored by then."""
+        index, count = batch.sample_index, len(entries)
+        host_entries = plan.sample[:count] if plan.num_samples else np.array([plan.num_rows - 1])
+        host_length = batch.host_device_len[host_entries]
+        length = batch.device_len[entries]
+        return Batch(
+            input_ids=batch.input_ids[index],
+            positions=batch.positions[index],
+            out_loc=batch.out_loc[index],
+            rows=batch.rows[entries],
+            cached_len=length - 1,
+            device_len=length,
+            cu_extend=self._arange32[: count + 1],
+            sample_index=self._arange[:count],
+            num_decode=count,
+            max_decode_len=_largest(host_length),
+            max_prefill_len=0,
+            max_extend_len=1,
+            host_rows=batch.host_rows[host_entries],
+            host_cached_len=host_length - 1,
             host_device_len=host_length,
         )
 

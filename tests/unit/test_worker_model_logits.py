@@ -174,3 +174,18 @@ def test_a_row_does_not_depend_on_its_neighbours(checkpoint):
     steps = [{2: step[2]} for step in STEPS if 2 in step]
     alone = ModelRig(path, page_size=3).feed({2: ids[2]}, steps)
     torch.testing.assert_close(alone[2], together[2], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("family", ["llama-bias", "qwen3"])
+def test_outputs_alone_are_those_of_all_tokens(tmp_path, family, tp_size) -> None:
+    """And the last layer stores the K/V of all of them."""
+    path = make_checkpoint(CHECKPOINTS[family][0], tmp_path, **CHECKPOINTS[family][1])
+    whole, narrow = ModelRig(path, tp_size), ModelRig(path, tp_size, outputs_only=True)
+    for step in ({0: list(range(3, 20)), 2: [9, 8, 7]}, {2: [5], 0: [6], 1: list(range(40, 51))}, {0: [1], 1: [2]}):
+        everything, last = whole.run(step), narrow.run(step)
+        for row in step:
+            assert last[row].shape[0] == 1
+            torch.testing.assert_close(last[row][0], everything[row][-1], rtol=1e-5, atol=1e-5)
+    for (one, _), (other, _) in zip(whole.ranks, narrow.ranks, strict=True):
+        torch.testing.assert_close(one.ctx.pool.kv_buffer, other.ctx.pool.kv_buffer, rtol=1e-5, atol=1e-5)

@@ -75,6 +75,27 @@ def test_batch_of_decodes_and_chunks() -> None:
     assert (rows.tolist(), positions.tolist()) == ([2, 5], [4, 9])
 
 
+def test_outputs_are_the_sampled_tokens_as_decodes() -> None:
+    rank, driver = Rank(4), HandDriver(ROWS, PAGES, 4)
+    a, b, c = driver.request(2, [11, 12]), driver.request(5, list(range(20, 29))), driver.request(0, [31, 32])
+    batch = rank.batch(driver.plan([(c, 1), (b, 9), (a, 2)]))
+    outputs = batch.outputs
+    assert outputs.input_ids.tolist() == [28, 12] == batch.input_ids[batch.sample_index].tolist()
+    assert outputs.positions.tolist() == outputs.cached_len.tolist() == outputs.host_cached_len.tolist() == [8, 1]
+    assert outputs.device_len.tolist() == outputs.host_device_len.tolist() == [9, 2]
+    assert outputs.rows.tolist() == outputs.host_rows.tolist() == [5, 2]
+    assert outputs.out_loc.tolist() == batch.out_loc[[9, 11]].tolist()
+    assert outputs.cu_extend.tolist() == [0, 1, 2] and outputs.sample_index.tolist() == [0, 1]
+    assert (outputs.num_decode, outputs.max_decode_len, outputs.max_extend_len) == (2, 9, 1)
+    # Where nothing is sampled one token stands in.
+    d = driver.request(1, list(range(40, 50)))
+    batch = rank.batch(driver.plan([(d, 4)]))
+    assert batch.sample_index.tolist() == [3] and batch.outputs.input_ids.tolist() == [43]
+    # A decode step has no other tokens.
+    a.tokens.append(7)
+    assert rank.batch(driver.plan([(a, 1)])).outputs is None
+
+
 def test_a_decode_batch_is_what_a_graph_sees() -> None:
     """From the hot part alone, copied to another buffer, padding included."""
     rank, driver = Rank(4), HandDriver(ROWS, PAGES, 4)

@@ -89,15 +89,19 @@ def build_rank(
 
 
 class ModelRig:
-    """All ranks of one model, and the rows' token counts; `run` is one step."""
+    """All ranks of one model, and the rows' token counts; `run` is one step.
 
-    def __init__(self, path: Path, tp_size: int = 1, **options) -> None:
+    `outputs_only`: steps give the logits of each row's last token alone.
+    """
+
+    def __init__(self, path: Path, tp_size: int = 1, outputs_only: bool = False, **options) -> None:
+        self.outputs_only = outputs_only
         groups = ThreadTPGroup.create(tp_size) if tp_size > 1 else [TPGroup.single()]
         self.ranks = [build_rank(path, tp, **options) for tp in groups]
         self.cached = np.zeros(len(self.ranks[0][1].page_starts) - 1, dtype=np.int32)
 
     def run(self, inputs: dict[int, list[int]]) -> dict[int, torch.Tensor]:
-        """One step. `inputs`: row -> its new tokens. Returns logits [new tokens, vocab_size] of each row.
+        """One step. `inputs`: row -> its new tokens. Returns logits [new tokens (or 1), vocab_size] of each row.
 
         Rows with one token that have stored tokens run as decodes, and first, as in the engine.
         """
@@ -109,7 +113,8 @@ class ModelRig:
         logits = logits[:, : self.ranks[0][0].vocab_size]
         for row in rows:
             self.cached[row] += len(inputs[row])
-        return dict(zip(rows, logits.split([len(inputs[row]) for row in rows]), strict=True))
+        counts = [1 if self.outputs_only else len(inputs[row]) for row in rows]
+        return dict(zip(rows, logits.split(counts), strict=True))
 
     def feed(self, sequences: dict[int, list[int]], steps: list[dict[int, int]]) -> dict[int, torch.Tensor]:
         """Run `steps` (row -> how many of its tokens come next); returns each row's logits at all its positions."""
@@ -126,6 +131,11 @@ class ModelRig:
     def _forward(self, rank: int, rows: list[int], inputs: dict[int, list[int]]) -> torch.Tensor:
         model, table = self.ranks[rank]
         batch = make_batch(table, rows, self.cached, inputs, sum(self._decodes(row, inputs[row]) for row in rows))
+        if self.outputs_only:
+            last = {row: inputs[row][-1:] for row in rows}
+            before = self.cached.copy()
+            before[rows] += [len(inputs[row]) - 1 for row in rows]
+            batch.outputs = make_batch(table, rows, before, last, len(rows))
         return model.compute_logits(model(batch))
 
     def _on_all_ranks(self, work: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:

@@ -46,11 +46,16 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm("q_norm", dim, config.rms_norm_eps, **placed) if qk_norm else None
         self.k_norm = RMSNorm("k_norm", dim, config.rms_norm_eps, **placed) if qk_norm else None
 
-    def forward(self, hidden: torch.Tensor, rope: Any, batch: Batch) -> torch.Tensor:
-        """[T, hidden_size] -> [T, hidden_size]; `rope` is this step's, from `LayerOps.rope_rows`."""
+    def forward(self, hidden: torch.Tensor, rope: Any, batch: Batch, outputs: Batch | None = None) -> torch.Tensor:
+        """[T, hidden_size] -> [T, hidden_size]; `rope` is this step's, from `LayerOps.rope_rows`.
+
+        `outputs`: as in `DecoderLayer`; K/V of all tokens are stored, only these attend.
+        """
         ctx = self.ctx
         q = ctx.ops.qkv_to_cache(
             self.qkv_proj(hidden), self.num_heads, self.num_kv_heads, self.q_norm, self.k_norm, rope,
             ctx.pool, self.layer_id, batch,
         )  # fmt: skip
+        if outputs is not None:
+            q, batch = q[batch.sample_index], outputs
         return self.o_proj(ctx.attention.forward(q, self.layer_id, batch).flatten(1))

@@ -29,7 +29,7 @@ class LayerOptions:
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP. `residual` is updated in place; what is returned is still to be added to it."""
+    """Pre-norm attention and MLP."""
 
     def __init__(self, config: ModelConfig, ctx: ModelContext, layer_id: int, options: LayerOptions) -> None:
         super().__init__()
@@ -40,15 +40,23 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm("post_attention_layernorm", size, eps, ctx.dtype, ctx.device)
         self.mlp = GatedMLP(config, ctx, options.mlp_bias)
 
-    def forward(self, delta: torch.Tensor | None, residual: torch.Tensor, rope: Any, batch: Batch) -> torch.Tensor:
-        """`delta` is the previous layer's output, None in the first layer. Both [T, hidden_size]."""
+    def forward(
+        self, delta: torch.Tensor | None, residual: torch.Tensor, rope: Any, batch: Batch, outputs: Batch | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Residual, and what is still to be added to it; both [T, hidden_size].
+
+        `delta` is what the previous layer left to be added, None in the first. `residual` is updated in place.
+        `outputs`: the S tokens at `batch.sample_index`, if nobody needs the others' output: [S, hidden_size].
+        """
         ops = self.ctx.ops
         if delta is None:
             hidden = ops.rms_norm(residual, self.input_layernorm)
         else:
             hidden = ops.add_rms_norm(delta, residual, self.input_layernorm)
-        delta = self.self_attn(hidden, rope, batch)
-        return self.mlp(ops.add_rms_norm(delta, residual, self.post_attention_layernorm))
+        delta = self.self_attn(hidden, rope, batch, outputs)
+        if outputs is not None:
+            residual = residual[batch.sample_index]
+        return residual, self.mlp(ops.add_rms_norm(delta, residual, self.post_attention_layernorm))
 
 
 class Decoder(nn.Module):
@@ -71,8 +79,12 @@ class Decoder(nn.Module):
         rope = ops.rope_rows(self.rope_table, batch.positions, self.ctx.dtype)
         self.ctx.attention.prepare(batch)
         delta = None
-        for layer in self.layers:
-            delta = layer(delta, residual, rope, batch)
+        *body, last = self.layers
+        for layer in body:
+            residual, delta = layer(delta, residual, rope, batch)
+        if batch.outputs is not None:
+            self.ctx.attention.prepare(batch.outputs)
+        residual, delta = last(delta, residual, rope, batch, batch.outputs)
         return ops.add_rms_norm(delta, residual, self.norm)
 
 
@@ -105,7 +117,10 @@ class CausalLM(nn.Module):
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Run a step: stores its K/V and returns the normed hidden states, [T, hidden_size] in `ctx.dtype`."""
+        """Run a step: stores its K/V and returns the normed hidden states, [T, hidden_size] in `ctx.dtype`.
+
+        With `batch.outputs` those of its S tokens alone: the last layer computes no others.
+        """
         return self.model(batch)
 
     @torch.inference_mode()
