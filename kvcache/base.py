@@ -121,6 +121,13 @@ class BasePrefixCache(ABC):
         """
 
     @abstractmethod
+    def move_lock(self, held: CacheHandle, longer: CacheHandle) -> None:
+        """Give up one lock on `held` for one on `longer`, which goes on from it; costs what lies between them.
+
+        Raises `CacheError` when a handle is stale or `held` is not locked.
+        """
+
+    @abstractmethod
     def count_hit(self, handle: CacheHandle, start: CacheHandle | None = None) -> None:
         """Note that a request goes on from `handle` instead of computing what lies behind `start` (None: position 0).
 
@@ -184,3 +191,16 @@ def page_slots(page_starts: IntArray, page_size: int) -> IntArray:
     if page_size == 1:
         return page_starts
     return (page_starts[:, None] + np.arange(page_size, dtype=np.int32)).ravel()
+
+
+def first_slots(slots: IntArray, page_size: int) -> IntArray:
+    """The first slot of each page that `slots` name: the opposite of `page_slots`.
+
+    Raises `CacheError` when they are not whole pages, each in order.
+    """
+    if page_size == 1:
+        return slots
+    starts = slots[::page_size]
+    if (starts % page_size).any() or (slots[page_size - 1 :: page_size] - starts != page_size - 1).any():
+        raise CacheError(f"slots must come in whole pages of {page_size} that start at multiples of {page_size}")
+    return starts

@@ -43,6 +43,9 @@ class NaivePrefixCache(BasePrefixCache):
     def lock_handle(self, handle: CacheHandle, unlock: bool = False) -> None:
         """Does nothing: there is nothing to protect."""
 
+    def move_lock(self, held: CacheHandle, longer: CacheHandle) -> None:
+        """Does nothing: there is nothing to protect."""
+
     def count_hit(self, handle: CacheHandle, start: CacheHandle | None = None) -> None:
         """Does nothing: nothing hits."""
 

@@ -21,7 +21,6 @@ prefix ends where the lower part ends, stay right; the upper part inherits the l
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 import numpy as np
@@ -37,6 +36,7 @@ from kvcache.base import (
     NodeSummary,
     SizeInfo,
     as_int32,
+    first_slots,
     page_slots,
 )
 from kvcache.digest import PrefixDigest
@@ -78,7 +78,7 @@ class RadixPrefixCache(BasePrefixCache):
         if len(slots) != len(ids) - first:
             raise CacheError(f"{len(ids) - first} token ids from position {first} on, but {len(slots)} slots for them")
         full = len(slots) - len(slots) % self.page_size
-        return self.insert_pages(ids[: first + full], self._first_slots(slots[:full]), start)
+        return self.insert_pages(ids[: first + full], first_slots(slots[:full], self.page_size), start)
 
     def insert_pages(self, ids: Ints, page_starts: Ints, start: CacheHandle | None = None) -> InsertResult:
         ids = as_int32(ids)
@@ -111,32 +111,15 @@ class RadixPrefixCache(BasePrefixCache):
         return pos // TOKEN_BYTES
 
     def lock_handle(self, handle: CacheHandle, unlock: bool = False) -> None:
-        node = self._live_node(handle)
-        root = self._root
-        changed = 0
         if unlock:
-            if node.locks == 0:
-                raise CacheError(f"the prefix of {handle.cached_len} tokens is not locked")
-            node.locks -= 1
-            now = time.monotonic()
-            while node is not root:
-                node.refs = refs = node.refs - 1
-                if refs == 0:
-                    changed -= len(node.key)
-                    node.idle_since = now
-                    node.link_before(root)
-                node = node.parent
+            self._protect(-self._locked_node(handle).unlock(self._root))
         else:
-            node.locks += 1
-            while node is not root:
-                refs = node.refs
-                if refs == 0:
-                    changed += len(node.key)
-                    node.unlink()
-                node.refs = refs + 1
-                node = node.parent
-        self._evictable -= changed // TOKEN_BYTES
-        self._protected += changed // TOKEN_BYTES
+            self._protect(self._live_node(handle).lock(self._root))
+
+    def move_lock(self, held: CacheHandle, longer: CacheHandle) -> None:
+        node, end = self._locked_node(held), self._live_node(longer)
+        node.locks -= 1
+        self._protect(end.lock(above=node))
 
     def count_hit(self, handle: CacheHandle, start: CacheHandle | None = None) -> None:
         node = handle.node
@@ -208,6 +191,16 @@ class RadixPrefixCache(BasePrefixCache):
         if node is self._root or (node.parent is not None and node.end >= handle.cached_len):
             return node
         raise CacheError(f"the handle to a prefix of {handle.cached_len} tokens is stale: the prefix was evicted")
+
+    def _locked_node(self, handle: CacheHandle) -> RadixNode:
+        node = self._live_node(handle)
+        if node.locks == 0:
+            raise CacheError(f"the prefix of {handle.cached_len} tokens is not locked")
+        return node
+
+    def _protect(self, tokens: int) -> None:
+        self._evictable -= tokens
+        self._protected += tokens
 
     def _begin(self, ids: IntArray, start: CacheHandle | None) -> tuple[RadixNode, bytes]:
         """The node to walk from and the tokens after it, as bytes."""
@@ -302,16 +295,6 @@ class RadixPrefixCache(BasePrefixCache):
         if self.digest is not None:
             self.digest.node_cut(leaf)
         return taken
-
-    def _first_slots(self, slots: IntArray) -> IntArray:
-        """First slots of the pages that `slots` (whole pages) name."""
-        size = self.page_size
-        if size == 1:
-            return slots
-        starts = slots[::size]
-        if (starts % size).any() or (slots[size - 1 :: size] - starts != size - 1).any():
-            raise CacheError(f"slots must come in whole pages of {size} that start at multiples of {size}")
-        return starts
 
     def _token_slots(self, parts: list[bytes]) -> IntArray:
         if not parts:

@@ -47,6 +47,34 @@ class RadixNode:
         self.older = older
         self.newer = newer
 
+    def lock(self, above: RadixNode) -> int:
+        """One more lock on this node, which those from `above` up count already. Returns the tokens it protects that
+        were not."""
+        self.locks += 1
+        node, protected = self, 0
+        while node is not above:
+            refs = node.refs
+            if refs == 0:
+                protected += len(node.key)
+                node.unlink()
+            node.refs = refs + 1
+            node = node.parent
+        return protected // TOKEN_BYTES
+
+    def unlock(self, root: RadixNode) -> int:
+        """One lock less; nodes without any are the last to be evicted. Returns the tokens not protected any more."""
+        self.locks -= 1
+        now = time.monotonic()
+        node, evictable = self, 0
+        while node is not root:
+            node.refs = refs = node.refs - 1
+            if refs == 0:
+                evictable += len(node.key)
+                node.idle_since = now
+                node.link_before(root)
+            node = node.parent
+        return evictable // TOKEN_BYTES
+
 
 def make_root() -> RadixNode:
     """The root of an empty tree: it holds no tokens and is never evicted, so it counts as locked."""

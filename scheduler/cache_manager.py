@@ -155,8 +155,10 @@ class CacheManager:
         # A twin may have inserted the prompt's last page, which no match covers (R1): the row keeps its own copy,
         # which is freed as a duplicate when it finishes (R3).
         if inserted.cached_len <= held.cached_len < inserted.handle.cached_len:
-            self.lock(inserted.handle)
-            self.unlock(held)
+            if held.cached_len:
+                self.prefix_cache.move_lock(held, inserted.handle)
+            else:
+                self.lock(inserted.handle)
             req.handle = inserted.handle
         else:
             assert inserted.handle.cached_len <= max(inserted.cached_len, held.cached_len), "a page half owned"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 
 from scheduler.config import SchedulerConfig
@@ -11,6 +9,7 @@ from scheduler.constraint import StepMasks
 from scheduler.decode import DecodeBatch, DecodeEntries
 from scheduler.extras import ExtraSections
 from scheduler.prefill import Chunk
+from scheduler.request import Req
 from scheduler.row_state import RowState
 from scheduler.step import S, StepPlan, StepPlanWriter
 
@@ -40,21 +39,22 @@ class PlanBuilder:
         samples = tokens = decodes
         news, counts, used = 0, {}, []
         if chunks:
-            spans = [(c.req.table_idx, c.start, c.end, c.end - c.start, c.page_from, c.page_to) for c in chunks]
-            runs = sum([span[3] for span in spans])
-            news = sum([span[5] - span[4] for span in spans])
-            tokens += runs
-            sampled = [i for i, chunk in enumerate(chunks, decodes) if chunk.samples]
+            sampled, admitted = [], []
+            for i, chunk in enumerate(chunks, decodes):
+                if chunk.req.has_extras:
+                    used.append((chunk, tokens))
+                tokens += chunk.end - chunk.start
+                news += chunk.page_to - chunk.page_from
+                if chunk.samples:
+                    sampled.append(i)
+                if chunk.first:
+                    admitted.append(chunk.req)
             samples += len(sampled)
-            admitted = [chunk for chunk in chunks if chunk.first]
-            suppressed = [chunk.req for chunk in admitted if chunk.req.suppress_until]
+            suppressed = [req for req in admitted if req.suppress_until]
             counts = {
-                "token_runs": len(chunks), "run_tokens": runs, "sampling": len(admitted),
+                "token_runs": len(chunks), "run_tokens": tokens - decodes, "sampling": len(admitted),
                 "suppress_runs": len(suppressed), "suppress_ids": sum([len(req.stop_ids) for req in suppressed]),
             }  # fmt: skip
-            if any(chunk.req.has_extras for chunk in chunks):
-                first_inputs = itertools.accumulate([span[3] for span in spans], initial=decodes)
-                used = [pair for pair in zip(chunks, first_inputs, strict=False) if pair[0].req.has_extras]
         if used or masks is not None:
             extras = ExtraSections(used, self._rows, masks)
             if extras.counts.words:
@@ -78,7 +78,7 @@ class PlanBuilder:
         if chunks:
             if sampled:
                 plan.sample[decodes:samples] = sampled
-            self._write_chunks(plan, chunks, spans, decodes, crossing)
+            self._write_chunks(plan, chunks, decodes, crossing)
             self._write_admissions(plan, admitted, suppressed)
         if plan.extras is not None:
             extras.write(plan.extras)
@@ -94,33 +94,33 @@ class PlanBuilder:
             return num_rows
         return int(self._pad_sizes[np.searchsorted(self._pad_sizes, num_rows)])
 
-    def _write_chunks(
-        self, plan: StepPlan, chunks: list[Chunk], spans: list[tuple[int, ...]], decodes: int, delta: int
-    ) -> None:
-        """Prefill entries and what goes with them. `spans`: row, tokens from and to, count, pages from and to."""
-        pages, tokens = self._rows.page_table, self._rows.tokens
-        columns = np.array(spans, dtype=np.int32)
-        plan.rows[decodes:], plan.cached_len[decodes:], plan.device_len[decodes:] = columns.T[:3]
-        plan.token_runs[:, :2] = columns[:, :2]
-        plan.token_runs[:, 2] = columns[:, 3]
-        out_loc, run_tokens, deltas = plan.out_loc[decodes:], plan.run_tokens, plan.page_deltas[delta:]
-        token = page = 0
-        for chunk, (row, start, end, count, page_from, page_to) in zip(chunks, spans, strict=True):
-            out_loc[token : token + count] = chunk.slots
-            run_tokens[token : token + count] = tokens[row, start:end]
-            token += count
-            if page_to > page_from:
-                news = deltas[page : page + page_to - page_from]
-                news[:, 0] = row
-                news[:, 1] = self._page_positions[page_from:page_to]
-                news[:, 2] = pages[row, page_from:page_to]
-                page += page_to - page_from
+    def _write_chunks(self, plan: StepPlan, chunks: list[Chunk], decodes: int, page: int) -> None:
+        """Prefill entries and what goes with them. `page`: the first page delta that is theirs."""
+        rows, token = self._rows, 0
+        out_loc, run_tokens, deltas = plan.out_loc[decodes:], plan.run_tokens, plan.page_deltas
+        for i, chunk in enumerate(chunks):
+            row, start, end = chunk.req.table_idx, chunk.start, chunk.end
+            plan.rows[decodes + i] = row
+            plan.cached_len[decodes + i] = start
+            plan.device_len[decodes + i] = end
+            plan.token_runs[i] = row, start, end - start
+            to = token + end - start
+            rows.write_slots(row, start, end, out_loc[token:to])
+            run_tokens[token:to] = rows.tokens[row, start:end]
+            token = to
+            news = slice(chunk.page_from, chunk.page_to)
+            if news.stop > news.start:
+                to = page + news.stop - news.start
+                deltas[page:to, 0] = row
+                deltas[page:to, 1] = self._page_positions[news]
+                deltas[page:to, 2] = rows.page_table[row, news]
+                page = to
 
-    def _write_admissions(self, plan: StepPlan, admitted: list[Chunk], suppressed: list) -> None:
+    def _write_admissions(self, plan: StepPlan, admitted: list[Req], suppressed: list[Req]) -> None:
         if admitted:
-            entries = b"".join([chunk.req.sampling_words for chunk in admitted])
+            entries = b"".join([req.sampling_words for req in admitted])
             plan.sampling[:] = np.frombuffer(entries, dtype="<i4").reshape(plan.sampling.shape)
-            plan.sampling[:, S.ROW] = [chunk.req.table_idx for chunk in admitted]
+            plan.sampling[:, S.ROW] = [req.table_idx for req in admitted]
         if suppressed:
             plan.suppress_runs[:] = [(req.table_idx, req.suppress_until, len(req.stop_ids)) for req in suppressed]
             np.concatenate([np.array(req.stop_ids, dtype=np.int32) for req in suppressed], out=plan.suppress_ids)

@@ -25,7 +25,7 @@ GROWTH_FIRST, GROWTH_LEAST, GROWTH_DECAY = 0.3, 0.05, 0.998  # share of LOOKAHEA
 class Chunk:
     """Input positions `start .. end` of one row in the step being planned."""
 
-    __slots__ = ("end", "final", "first", "page_from", "page_to", "req", "slots", "start")
+    __slots__ = ("end", "final", "first", "page_from", "page_to", "req", "start")
 
     def __init__(self, req: Req, start: int, end: int, final: bool, first: bool, page_from: int, page_to: int) -> None:
         self.req = req
@@ -35,7 +35,6 @@ class Chunk:
         self.first = first  # the row was given out in this step
         self.page_from = page_from  # pages page_from .. page_to of the row are news to the workers
         self.page_to = page_to
-        self.slots: np.ndarray | None = None  # where the chunk's K/V goes
 
     @property
     def samples(self) -> bool:
@@ -174,6 +173,8 @@ class PrefillPlanner:
     def _claims(self, decode_rows: np.ndarray) -> int:
         """Pages that running rows will want: the rest of their prompts, and an estimate of their outputs."""
         rows, size = self._rows, self._cache.page_size
+        if not rows.used_rows:
+            return 0
         prefills = np.array([req.table_idx for req in self.running], dtype=np.int64)
         claimed = 0
         if len(prefills):
@@ -225,7 +226,6 @@ class PrefillPlanner:
         held = -(-chunk.start // size)
         if chunk.page_to > held:
             rows.page_table[row, held : chunk.page_to] = self._cache.allocate_paged(chunk.page_to - held)
-        chunk.slots = rows.slots(row, chunk.start, chunk.end)
         rows.cached_len[row] = chunk.end
         if not req.private:
             self._cache.cache_req(req)
@@ -234,6 +234,6 @@ class PrefillPlanner:
         if chunk.final:
             self.running.remove(req)
             rows.device_len[row] = chunk.end + 1
-            rows.next_slot[row] = chunk.slots[-1] + 1
+            rows.next_slot[row] = rows.slot(row, chunk.end - 1) + 1
         else:
             self._up_to_date = (req, self._cache.insertions)

@@ -55,7 +55,7 @@ class RowState:
         self.flat_pages = self.page_table.reshape(-1)
         self.token_base = np.arange(num_rows, dtype=np.int64) * self.tokens.shape[1]
         self.page_base = np.arange(num_rows, dtype=np.int64) * pages_per_row
-        self._offsets = np.arange(page_size, dtype=np.int32)
+        self._offsets = np.tile(np.arange(page_size, dtype=np.int32), pages_per_row)  # by position, in its page
         self._free = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -78,14 +78,16 @@ class RowState:
         """Pages a row holds: just enough for `cached_len`."""
         return -(-int(self.cached_len[row]) // self.page_size)
 
-    def slots(self, row: int, first: int, end: int) -> np.ndarray:
-        """int32[end - first]: slots of a row's positions."""
+    def write_slots(self, row: int, first: int, end: int, out: np.ndarray) -> None:
+        """The slots of a row's positions `first .. end` into `out`, int32[end - first]."""
         size = self.page_size
-        if size == 1:
-            return self.page_table[row, first:end]
-        page = first // size
-        starts = self.page_table[row, page : -(-end // size)]
-        return (starts[:, None] + self._offsets).reshape(-1)[first - page * size : end - page * size]
+        starts = self.page_table[row, first // size : -(-end // size)].repeat(size)
+        skip = first % size
+        np.add(starts[skip : skip + end - first], self._offsets[first:end], out=out)
+
+    def slot(self, row: int, position: int) -> int:
+        page = position // self.page_size
+        return int(self.page_table[row, page]) + position - page * self.page_size
 
     def set_stop_ids(self, row: int, ids: tuple[int, ...]) -> None:
         """Tokens that end the row's request; widens the table for all rows when they are many."""

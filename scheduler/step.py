@@ -63,6 +63,7 @@ __all__ = [
 ]  # fmt: skip
 
 _SAMPLING_ENTRY = struct.Struct("<i3fiQ3i")  # the words of `S`; little-endian puts the seed's low word first
+_HEADER = struct.Struct(f"={HEADER_WORDS}i")
 _COUNTS = slice(H.NUM_ROWS, H.NUM_SUPPRESS_IDS + 1)
 _EXTRA_COUNTS = slice(H.NUM_PENALTIES, H.NUM_MASK_WORDS + 1)
 _NO_EXTRAS = ExtraCounts()
@@ -121,23 +122,17 @@ class StepPlan:
         ) = buffer[_COUNTS].tolist() if counts is None else counts  # fmt: skip
         self.padded_rows, self.padded_tokens = padded_rows, padded_tokens
         at = HEADER_WORDS
-
-        def take(words: int) -> np.ndarray:
-            nonlocal at
-            at += words
-            return buffer[at - words : at]
-
-        self.rows = take(padded_rows)
-        self.cached_len = take(padded_rows)
-        self.device_len = take(padded_rows)
-        self.sample = take(padded_rows)
-        self.out_loc = take(padded_tokens)
-        self.page_deltas = take(3 * deltas).reshape(-1, 3)
-        self.token_runs = take(3 * runs).reshape(-1, 3)
-        self.run_tokens = take(run_tokens)
-        self.sampling = take(SAMPLING_WORDS * sampling).reshape(-1, SAMPLING_WORDS)
-        self.suppress_runs = take(3 * suppress_runs).reshape(-1, 3)
-        self.suppress_ids = take(suppress_ids)
+        self.rows = buffer[at : (at := at + padded_rows)]
+        self.cached_len = buffer[at : (at := at + padded_rows)]
+        self.device_len = buffer[at : (at := at + padded_rows)]
+        self.sample = buffer[at : (at := at + padded_rows)]
+        self.out_loc = buffer[at : (at := at + padded_tokens)]
+        self.page_deltas = buffer[at : (at := at + 3 * deltas)].reshape(deltas, 3)
+        self.token_runs = buffer[at : (at := at + 3 * runs)].reshape(runs, 3)
+        self.run_tokens = buffer[at : (at := at + run_tokens)]
+        self.sampling = buffer[at : (at := at + SAMPLING_WORDS * sampling)].reshape(sampling, SAMPLING_WORDS)
+        self.suppress_runs = buffer[at : (at := at + 3 * suppress_runs)].reshape(suppress_runs, 3)
+        self.suppress_ids = buffer[at : (at := at + suppress_ids)]
         self.extras = None if extras is None else PlanExtras(buffer[at:], extras)
 
     @property
@@ -234,5 +229,5 @@ class StepPlanWriter:
             num_rows, padded_rows, num_decode, num_samples, num_tokens, padded_tokens,
             page_deltas, token_runs, run_tokens, sampling, suppress_runs, suppress_ids,
         )  # fmt: skip
-        buffer[:HEADER_WORDS] = (PLAN_MAGIC, words, 0, low, high, int(flags), *counts, *header_end)
+        _HEADER.pack_into(buffer, 0, PLAN_MAGIC, words, 0, low, high, int(flags), *counts, *header_end)
         return StepPlan(buffer, counts, extras)

@@ -66,8 +66,11 @@ class S(IntEnum):
     RESERVED_1 = 9
 
 
+_CHECKED = slice(H.CHECKSUM + 1, None)
+
+
 def checksum(buffer: np.ndarray) -> int:
-    crc = zlib.crc32(memoryview(buffer[H.CHECKSUM + 1 :]).cast("B"))
+    crc = zlib.crc32(buffer[_CHECKED])
     return crc - (1 << 32) if crc >= 1 << 31 else crc
 
 

@@ -119,7 +119,10 @@ class Harness:
 
     def plan(self) -> StepPlan | None:
         """Plan one step, if the scheduler wants to."""
-        owners = self._page_owners()
+        if len(self.in_flight) == self.config.overlap_depth:
+            assert self.scheduler.schedule() is None  # and it did nothing: no need to look
+            return None
+        owners = self._page_owners() if self.in_flight else {}
         plan = self.scheduler.schedule()
         if plan is not None:
             copy = StepPlan.decode(plan.buffer.copy())
@@ -198,11 +201,11 @@ class Harness:
 
     def _page_owners(self) -> dict[int, int]:
         """Private page -> row, for the rows that run; rows on their way out may give theirs back at any time."""
-        scheduler, size = self.scheduler, self.config.page_size
+        rows, size = self.scheduler.rows, self.config.page_size
         shared = self.cached_pages()
         owners = {}
-        for req in scheduler._table.running():
-            pages = scheduler.rows.slots(req.table_idx, 0, req.cached_len)[::size] // size
+        for req in self.scheduler._table.running():
+            pages = rows.page_table[req.table_idx, : rows.num_pages(req.table_idx)] // size
             owners |= dict.fromkeys(set(pages.tolist()) - shared, req.table_idx)
         return owners
 

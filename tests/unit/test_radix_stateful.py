@@ -9,9 +9,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvcache import CacheError, CacheHandle, PrefixDigest, RadixPrefixCache
 from kvcache.base import page_slots
@@ -153,6 +162,21 @@ class RadixMachine(RuleBasedStateMachine):
             held.locks -= 1
             self.use(list(before - self.protected()))
 
+    @rule(held=handles, longer=handles)
+    def move_lock(self, held: Held, longer: Held) -> None:
+        if longer.prefix[: len(held.prefix)] != held.prefix:
+            return
+        if held.evicted or longer.evicted:
+            with pytest.raises(CacheError, match=r"stale|not locked"):
+                self.cache.move_lock(held.handle, longer.handle)
+        elif not any(other.locks for other in self.known if other.prefix == held.prefix):
+            with pytest.raises(CacheError, match="not locked"):
+                self.cache.move_lock(held.handle, longer.handle)
+        elif held.locks:
+            self.cache.move_lock(held.handle, longer.handle)
+            held.locks -= 1
+            longer.locks += 1
+
     @rule(share=st.floats(0, 1), partial=st.booleans())
     def evict(self, share: float, partial: bool) -> None:
         protected = self.protected()
@@ -266,10 +290,21 @@ class RadixMachine(RuleBasedStateMachine):
             assert len(held) == len(chains)
 
 
-RadixMachine.TestCase.settings = settings(
+CI = settings(
     max_examples=200,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-TestRadixStateful = RadixMachine.TestCase
+
+
+def test_any_calls_in_any_order() -> None:
+    run_state_machine_as_test(RadixMachine, settings=CI)
+
+
+@pytest.mark.full_grid
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("part", range(20))
+def test_any_calls_in_any_order_10_000_examples(part: int) -> None:
+    machine = seed(part)(type("Part", (RadixMachine,), {}))
+    run_state_machine_as_test(machine, settings=settings(CI, max_examples=500, print_blob=True))
