@@ -120,6 +120,9 @@ class EngineConfig(BaseModel):
         5, ge=0, description="starts of new ranks after failures, within recovery_window; then the engine fails"
     )
     recovery_window: float = Field(600.0, gt=0, le=MAX_SECONDS, description="seconds in which max_recoveries count")
+    spare_ranks: bool = Field(
+        True, description="a process per rank waits to take its place when it fails: a much shorter pause, host memory"
+    )
     drain_timeout: float = Field(
         30.0, ge=0, le=MAX_SECONDS, description="serve: seconds that running requests have to finish when it stops"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import queue
@@ -30,6 +31,13 @@ class RankActor:
         gpus = tuple(str(gpu) for gpu in context.get_accelerator_ids().get("GPU", ()))
         return Whereabouts(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), gpus)
 
+    def prepare(self, modules: tuple[str, ...], cards: tuple[str, ...]) -> Whereabouts:
+        """Import what a run will need; nothing of `cards` is used yet."""
+        _show_cards(cards)  # before anything asks CUDA: Ray hides all cards from an actor without a share of one
+        for module in modules:
+            importlib.import_module(module)
+        return self.whereabouts()
+
     def run(self, spec: RankSpec, make_runner: RunnerFactory) -> None:
         """Serve until the driver says stop. Returns also after a failure, which was reported as a message by then."""
         rank = spec.worker.tp_rank
@@ -38,8 +46,7 @@ class RankActor:
         )
         if spec.worker.device == "cuda":
             _take_normal_priority()
-        if spec.visible_gpus:  # read when CUDA starts, which is later
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(spec.visible_gpus)
+        _show_cards(spec.visible_gpus)
         port = RankPort(spec.address)
         startup = Startup(spec, port)
         try:
@@ -99,6 +106,12 @@ class StepLoop:
 
     def _send(self, result: StepResult) -> None:
         self._results.send_multipart((messages.RESULT, result.encode()))
+
+
+def _show_cards(cards: tuple[str, ...]) -> None:
+    """Let this process see these cards and no other; read when CUDA starts, which is later. (): as Ray set it."""
+    if cards:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
 
 
 def _take_normal_priority() -> None:

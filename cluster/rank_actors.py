@@ -55,9 +55,9 @@ def start_rank_actors(
         left = max(0.0, began + placement_timeout - time.monotonic())
         placement = place_ranks(tp_size, resources, left, may_grow, check)
         timeline.enter("actors")
-        actors = [_start(placement, bundle, resources) for bundle in placement.bundles]
+        actors = [start_actor(placement, bundle, resources) for bundle in placement.bundles]
         try:
-            places = _find(placement, actors, deadline, check)
+            places = find_actors(placement, [actor.whereabouts.remote() for actor in actors], deadline, check)
         except BaseException:
             _give_back(placement, actors)
             raise
@@ -67,7 +67,8 @@ def start_rank_actors(
         _give_back(placement, actors)
 
 
-def _start(placement: Placement, bundle: int, resources: dict[str, float]) -> ray.actor.ActorHandle:
+def start_actor(placement: Placement, bundle: int, resources: dict[str, float]) -> ray.actor.ActorHandle:
+    """An actor that takes `resources` of a bundle, {} for none."""
     others = dict(resources)
     num_cpus, num_gpus = others.pop("CPU", 0), others.pop("GPU", 0)
     options = ray.remote(RankActor).options(
@@ -80,11 +81,14 @@ def _start(placement: Placement, bundle: int, resources: dict[str, float]) -> ra
     return options.remote()
 
 
-def _find(
-    placement: Placement, actors: list[ray.actor.ActorHandle], deadline: float, check: Callable[[], None]
+def find_actors(
+    placement: Placement, answers: list[ray.ObjectRef], deadline: float, check: Callable[[], None]
 ) -> tuple[Whereabouts, ...] | None:
-    """Where every actor runs; None if that is not where it was placed, or a node was lost."""
-    answers = [actor.whereabouts.remote() for actor in actors]
+    """Where every actor runs, which are their answers; None if that is not where it was placed, or a node was lost.
+
+    Raises:
+        StartupError: an actor failed, or did not start until `deadline`.
+    """
     waiting = answers
     while waiting:
         check()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,8 +48,7 @@ class Runner(Protocol):
 class RankSpec:
     """Everything a rank is told at its start. `start_timeout` bounds every wait until it is ready, in seconds.
 
-    `visible_gpus`: ids of the group's cards on this node, among which `worker.device_index` counts: cards map each
-    other's memory only where both are visible. (): the card that Ray made visible.
+    `visible_gpus`: ids of the cards to see, among which `worker.device_index` counts; see `visible_cards`.
     """
 
     group: str
@@ -74,6 +73,18 @@ class Whereabouts:
     node_ip: str
     pid: int
     gpu_ids: tuple[str, ...]
+
+
+def visible_cards(place: Whereabouts, places: Sequence[Whereabouts], nccl: bool) -> tuple[str, ...]:
+    """Ids of the cards that the rank at `place` should see; (): it has none.
+
+    With a card for each rank, those of all the node's ranks: cards map each other's memory only where both are
+    visible. Otherwise its own.
+    """
+    neighbours = [other for other in places if other.node_id == place.node_id]
+    cards = tuple(gpu for rank in neighbours for gpu in rank.gpu_ids)
+    own = nccl and all(len(rank.gpu_ids) == 1 for rank in neighbours)
+    return cards if own and len(set(cards)) == len(cards) else place.gpu_ids
 
 
 class Startup:

@@ -134,8 +134,8 @@ class Suspects(Generic[R]):
 class GroupRestart:
     """One new start of a group, in a thread of its own so that the driver's can answer meanwhile.
 
-    Ends what is left of the ranks, waits `delay` seconds, starts. `on_done` is called in that thread; `error` is None
-    after a success. The group belongs to this thread until then.
+    Ends what is left of the ranks, waits `delay` seconds, starts, with the spare ranks if there are any. `on_done` is
+    called in that thread; `error` is None after a success. The group belongs to this thread until then.
     """
 
     def __init__(self, group: WorkerGroup, delay: float, on_done: Callable[[], None]) -> None:
@@ -157,7 +157,7 @@ class GroupRestart:
 
     def _run(self) -> None:
         try:
-            self._group.stop(grace=0.0)
+            self._group.stop_ranks()
             self.stopped = time.monotonic()
             self._cancelled.wait(self._delay)
             self._check()

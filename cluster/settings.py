@@ -30,6 +30,13 @@ _RECORDED = (
     "max_seq_len", "max_step_tokens", "kv_layout", "attention_backend", "gpu_memory_utilization", "gpus_per_rank",
 )  # fmt: skip
 
+# What a rank on the device spends its import phase with.
+_SPARE_MODULES = {
+    "cpu": ("worker.runner",),
+    "cuda": ("worker.runner", "worker.attention.triton_backend", "worker.layers.triton_ops"),
+    "fake": (),
+}
+
 
 def choose_device(config: EngineConfig, on_ray: bool) -> str:
     """The device that "auto" means: "cuda" if the Ray cluster has a GPU or, without Ray, this machine; else "cpu".
@@ -85,6 +92,7 @@ def group_config(config: EngineConfig, model_path: Path, device: str, may_grow: 
         make_runner=partial(make_fake_runner, tokens_per_s=config.fake_tokens_per_s)
         if device == "fake"
         else make_model_runner,
+        spare_modules=_SPARE_MODULES[device] if config.spare_ranks and config.max_recoveries else None,
     )
 
 

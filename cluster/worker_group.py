@@ -16,10 +16,9 @@ import ray
 
 from cluster import messages
 from cluster.errors import EngineDeadError, StartupError, TransportError
+from cluster.group_place import GroupPlace
 from cluster.handshake import GroupInfo, Handshake
 from cluster.local_processes import end_ray_workers
-from cluster.placement import Placement
-from cluster.rank_actors import start_rank_actors
 from cluster.rank_startup import RankSpec, RunnerFactory, Whereabouts, make_model_runner
 from cluster.ray_errors import explain
 from cluster.timeline import Timeline
@@ -40,7 +39,8 @@ _END_TIMEOUT = 10.0
 class GroupConfig:
     """What a group is made of. `worker` is rank 0's configuration; the ranks' differ in `tp_rank` and `local_ranks`.
 
-    `resources` is one rank's bundle, such as {"CPU": 1.0}. Times are seconds.
+    `resources` is one rank's bundle, such as {"CPU": 1.0}. Times are seconds. `spare_modules`: what spare ranks import
+    while they wait; None: there are none.
     """
 
     worker: WorkerConfig
@@ -51,21 +51,25 @@ class GroupConfig:
     step_timeout: float
     may_grow: bool = True
     make_runner: RunnerFactory = make_model_runner
+    spare_modules: tuple[str, ...] | None = None
 
 
 class WorkerGroup:
     """Placement group, actors and transport of one group.
 
     `start` and `stop` may be called again and again from the same process: each start makes a new placement group,
-    new actors, new sockets and a new process group, with as many pages as the first. `wake` and `strangers` are
-    thread-safe; everything else belongs to one thread at a time.
+    new actors, new sockets and a new process group, with as many pages as the first. After `stop_ranks` it keeps the
+    placement group and takes the spare ranks, if there are any. `wake`, `strangers` and `spares_ready` are thread-safe;
+    everything else belongs to one thread at a time.
     """
 
     def __init__(self, config: GroupConfig) -> None:
         self.config = config
         self.size = config.worker.tp_size
         self.info: GroupInfo | None = None
-        self._placement: Placement | None = None
+        self._place = GroupPlace(
+            self.size, config.resources, config.may_grow, config.backend == "nccl", config.spare_modules
+        )
         self._actors: list[ray.actor.ActorHandle] = []
         self._ranks: tuple[Whereabouts, ...] = ()
         self._here = ""  # id of the driver's node
@@ -80,6 +84,11 @@ class WorkerGroup:
         transport = self._transport
         return self._strangers + (transport.strangers if transport else 0)
 
+    @property
+    def spares_ready(self) -> bool:
+        """Whether spare ranks wait, with everything imported. Thread-safe."""
+        return self._place.spares_ready
+
     def start(self, timeline: Timeline, check: Callable[[], None] = lambda: None) -> GroupInfo:
         """Bring the group up; returns when every rank is ready for steps. `check` is called about every second of
         waiting for a place or for ranks, and gives up by raising.
@@ -91,18 +100,16 @@ class WorkerGroup:
         deadline = time.monotonic() + self.config.start_timeout
         try:
             self._here = ray.get_runtime_context().get_node_id()
-            config = self.config
-            timeout = min(config.placement_timeout, config.start_timeout)
-            started = start_rank_actors(
-                self.size, config.resources, timeout, deadline, config.may_grow, timeline, check
-            )
-            self._placement, self._actors, self._ranks = started.placement, started.actors, started.places
+            timeout = min(self.config.placement_timeout, self.config.start_timeout)
+            started = self._place.start_actors(timeout, deadline, timeline, check)
+            self._actors, self._ranks = started.actors, started.places
             timeline.enter("ranks")
             self._run_ranks(deadline)
             info = self._bring_up(timeline, deadline, check)
             if self.info is not None and replace(info, ranks=()) != replace(self.info, ranks=()):
                 raise StartupError(f"the model or its memory changed since the last start: {self.info}, now {info}")
             self.info = info
+            self._place.add_spares(self._ranks)
         except BaseException:
             self.stop(grace=0.0)
             raise
@@ -152,23 +159,27 @@ class WorkerGroup:
         """
         if self._transport is not None and grace > 0:
             self._ask_to_stop(grace)
+        self.stop_ranks(grace)
+        self._place.give_back()
+
+    def stop_ranks(self, grace: float = 0.0) -> None:
+        """End every rank, but keep their place and the spare ranks; returns when the processes are gone."""
         if ray.is_initialized():  # otherwise Ray has ended everything already
             for actor in self._actors:
                 ray.kill(actor, no_restart=True)
             local = [rank.pid for rank in self._ranks if rank.node_id == self._here]
             end_ray_workers(local, max(grace, _KILL_GRACE))
-            if self._placement is not None:
-                self._placement.remove()
         deadline = time.monotonic() + _END_TIMEOUT
         for rank, run in enumerate(self._runs):
             try:
                 run.exception(max(0.0, deadline - time.monotonic()))
             except FutureTimeoutError:
                 logger.error("rank %d on %s did not end", rank, self._ranks[rank].node_ip)
+                self._place.give_back()
         if self._transport is not None:
             self._strangers += self._transport.strangers
             self._transport.close()
-        self._placement, self._transport = None, None
+        self._transport = None
         self._actors, self._runs, self._ranks = [], [], ()
         self._ended = deque()  # a new one: a straggler's callback writes to the old
 
@@ -179,18 +190,17 @@ class WorkerGroup:
         self._transport = DriverTransport(local, ray.util.get_node_ip_address())
         self._group_id = secrets.token_hex(8)
         for number, (actor, place) in enumerate(zip(self._actors, self._ranks, strict=True)):
-            neighbours = [other for other in self._ranks if other.node_id == place.node_id]
-            gpus = self._visible_gpus(neighbours)
+            cards = self._place.visible_cards(place, self._ranks)
             spec = RankSpec(
                 group=self._group_id,
                 address=self._transport.addresses[number],
                 worker=replace(
                     self._worker(),
                     tp_rank=number,
-                    local_ranks=len(neighbours),
-                    device_index=gpus.index(place.gpu_ids[0]) if gpus else 0,
+                    local_ranks=sum(other.node_id == place.node_id for other in self._ranks),
+                    device_index=cards.index(place.gpu_ids[0]) if cards else 0,
                 ),
-                visible_gpus=gpus,
+                visible_gpus=cards,
                 backend=self.config.backend,
                 node_ip=place.node_ip,
                 start_timeout=max(0.0, deadline - time.monotonic()),
@@ -199,12 +209,6 @@ class WorkerGroup:
             run = actor.run.remote(spec, self.config.make_runner).future()
             run.add_done_callback(partial(self._on_run_ended, self._ended, number))
             self._runs.append(run)
-
-    def _visible_gpus(self, neighbours: list[Whereabouts]) -> tuple[str, ...]:
-        """The cards of a node's ranks, if each has one of its own."""
-        gpus = tuple(gpu for rank in neighbours for gpu in rank.gpu_ids)
-        own = self.config.backend == "nccl" and all(len(rank.gpu_ids) == 1 for rank in neighbours)
-        return gpus if own and len(set(gpus)) == len(gpus) > 1 else ()
 
     def _worker(self) -> WorkerConfig:
         """A later start gets the pages of the first, since that is what the scheduler plans with."""

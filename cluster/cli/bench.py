@@ -9,6 +9,7 @@ from typing import Any
 from cluster.cli import bench_router, bench_serve
 from cluster.cli.flags import add_engine_flags, engine_config, positive_int
 from cluster.cli.output import Timeline, cell, check_json_path, print_table, write_json
+from cluster.config import EngineConfig
 from cluster.errors import ConfigError
 
 SERVING_PATH_COLUMNS = (
@@ -124,10 +125,16 @@ def finish(parser: argparse.ArgumentParser, run: Any, engine: bool, repeats: boo
     parser.set_defaults(run=run)
 
 
+def undisturbed_config(args: argparse.Namespace) -> EngineConfig:
+    """The settings, without spare ranks unless they were asked for: their start would be measured too."""
+    config = engine_config(args)
+    return config if "spare_ranks" in config.model_fields_set else config.model_copy(update={"spare_ranks": False})
+
+
 def run_serving_path(args: argparse.Namespace) -> int:
     from cluster.bench.serve.paths import compare_paths
 
-    config = engine_config(args)
+    config = undisturbed_config(args)
     if config.device not in ("auto", "fake"):
         raise ConfigError(f"--device {config.device}: this benchmark is of the serving path alone; it uses fake")
     config = config.model_copy(update={"device": "fake"})
@@ -144,7 +151,7 @@ def run_serving_path(args: argparse.Namespace) -> int:
 def run_throughput(args: argparse.Namespace) -> int:
     from cluster.bench.throughput import bench_throughput
 
-    config = engine_config(args)
+    config = undisturbed_config(args)
     check_json_path(args.json)
     if args.min_len > args.max_len:
         raise ConfigError(f"--min-len {args.min_len} must not exceed --max-len {args.max_len}")
@@ -187,7 +194,7 @@ def print_limit(limit: dict[str, Any] | None) -> None:
 def run_latency(args: argparse.Namespace) -> int:
     from cluster.bench.latency import bench_latency
 
-    config = engine_config(args)
+    config = undisturbed_config(args)
     check_json_path(args.json)
     if args.output_len < 2 or args.context <= args.output_len // 2:
         raise ConfigError(f"--output-len {args.output_len} must be at least 2, and --context longer than half of it")
@@ -207,7 +214,7 @@ def run_latency(args: argparse.Namespace) -> int:
 def run_prefix(args: argparse.Namespace) -> int:
     from cluster.bench.prefix import bench_prefix
 
-    config = engine_config(args)
+    config = undisturbed_config(args)
     check_json_path(args.json)
     timeline = Timeline()
     result = bench_prefix(config, args.num_seqs, args.prefix_len, args.own_len, args.seed, timeline)
@@ -221,7 +228,7 @@ def run_prefix(args: argparse.Namespace) -> int:
 def run_transformers(args: argparse.Namespace) -> int:
     from cluster.bench.transformers_baseline import compare
 
-    config = engine_config(args)
+    config = undisturbed_config(args)
     check_json_path(args.json)
     timeline = Timeline()
     threads = args.threads or config.tp_size

@@ -36,7 +36,8 @@ CONFIG = {
     "ray_address": "auto",
     "max_recoveries": 100,
 }
-_RECREATE = ("placement", "actors", "ranks", "connect", "import", "process group")
+_GROUP = ("placement", "actors", "ranks")  # the driver's phases of a group's start
+_RECREATE = ("placement", "actors", "connect", "import", "process group")
 
 
 @dataclass
@@ -174,15 +175,37 @@ def running(load: Load) -> Iterator[Load]:
 
 
 @dataclass(frozen=True)
-class Pause:
-    """Seconds from a kill to the next token, in parts; of the streams that were open, the median and the worst."""
+class ColdStart:
+    """Seconds until the same group was ready for steps, in an idle Ray, and then until every stream had a token."""
 
+    ready: float
+    first_tokens: float
+
+    @classmethod
+    def of(cls, load: Load, began: float) -> ColdStart:
+        """After `Load.start`, which was called at `began`, and the first tokens of all."""
+        seconds = load.engine.info.startup_seconds
+        first = {}
+        for stream in load.streams.values():
+            first.setdefault(stream.number, stream.times[0] if stream.times else 0.0)
+        return cls(sum(seconds.get(phase, 0.0) for phase in _GROUP), max(first.values()) - began)
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Seconds from a kill to the next token, in parts; of the streams that were open, the median and the worst.
+
+    `spares`: spare ranks took over.
+    """
+
+    spares: bool
     detect: float
     tear_down: float
     recreate: float
     load: float
     prefill: float
     prefill_worst: float
+    median: float
     worst: float
 
     @classmethod
@@ -191,23 +214,33 @@ class Pause:
         start = recovery.ready - recovery.stopped
         recreate = sum(recovery.phases.get(phase, 0.0) for phase in _RECREATE)
         return cls(
+            "placement" not in recovery.phases,
             recovery.failed - killed,
             recovery.stopped - recovery.failed,
             min(recreate, start),
             max(0.0, start - recreate),
             statistics.median(first) - recovery.ready,
             max(first) - recovery.ready,
+            statistics.median(first) - killed,
             max(first) - killed,
         )
 
 
-def report(title: str, pauses: list[Pause], cold_start: dict[str, float]) -> str:
+def report(title: str, pauses: list[Pause], cold: ColdStart) -> str:
     """A table of medians and worsts."""
-    lines = [f"{title}: {len(pauses)} recoveries; seconds", f"{'':14}{'median':>8}{'worst':>8}"]
-    for name in Pause.__dataclass_fields__:
-        values = [getattr(pause, name) for pause in pauses]
-        lines.append(f"{name:14}{statistics.median(values):8.2f}{max(values):8.2f}")
-    group = ("placement", "actors", "ranks", "import", "process group", "load", "allocate", "warm-up")
-    lines.append("cold start of the group: " + ", ".join(f"{p} {cold_start[p]:.2f}" for p in group if p in cold_start))
-    lines.append(f"cold start in all: {cold_start['total']:.2f}")
+    lines = [f"{title}: {len(pauses)} recoveries; seconds"]
+    for spares in (True, False):
+        these = [pause for pause in pauses if pause.spares == spares]
+        if these:
+            how = "spare ranks took over" if spares else "before there were spare ranks: new processes"
+            lines += [f"{len(these)} times {how}", f"{'':14}{'median':>8}{'worst':>8}"]
+        for name in list(Pause.__dataclass_fields__)[1:] if these else ():
+            values = [getattr(pause, name) for pause in these]
+            lines.append(f"{name:14}{statistics.median(values):8.2f}{max(values):8.2f}")
+    ready, until_token = cold.ready, cold.ready + cold.first_tokens
+    lines.append(
+        f"cold start of the same group: ready after {ready:.2f}, a token on every stream after {until_token:.2f}"
+    )
+    for limit, what in ((ready, "until ready"), (until_token, "until a token on every stream")):
+        lines.append(f"whole pauses of at most a cold start {what}: {sum(p.worst <= limit for p in pauses)}")
     return "\n".join(lines)

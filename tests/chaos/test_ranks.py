@@ -13,13 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cluster import spare_ranks
 from cluster.errors import EngineClosedError, EngineDeadError, OverloadedError
 from cluster.llm import LLM
 from cluster.model_files import resolve_model
 from scheduler.outputs import FinishReason
 from scheduler.sampling_params import SamplingParams
 from tests.chaos.faults import FailOnce, use_runner
-from tests.chaos.load import CONFIG, Load, Pause, report, running
+from tests.chaos.load import CONFIG, ColdStart, Load, Pause, report, running
 from tests.chaos.sockets import break_connections_between
 from tests.checkpoints import load_reference
 from tests.references import score_gap
@@ -41,12 +42,24 @@ def wait_until(condition, timeout: float = 120.0) -> None:
         time.sleep(0.01)
 
 
-def disturb(load: Load, number: int, times: int, rng: random.Random) -> list[Pause]:
+HASTY = 4  # every so many kills do not wait until there are spare ranks again
+
+
+@pytest.fixture
+def soon_spares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spare_ranks, "DELAY", 2.0)
+
+
+def disturb(load: Load, number: int, times: int, rng: random.Random) -> tuple[list[Pause], ColdStart]:
     """Send a signal to a random rank at a random moment, again and again."""
-    pauses, since = [], 0.0
+    pauses, since, began = [], 0.0, time.monotonic()
     load.start()
+    load.wait_for_tokens_everywhere(0.0)
+    cold = ColdStart.of(load, began)
     for done in range(times):
         load.wait_for_tokens_everywhere(since)
+        if (done + 1) % HASTY:
+            wait_until(lambda: load.engine._group.spares_ready)
         time.sleep(rng.random())
         victim = rng.choice(load.engine.info.ranks).pid
         with load.changed:
@@ -60,37 +73,40 @@ def disturb(load: Load, number: int, times: int, rng: random.Random) -> list[Pau
         since = recovery.ready
         pauses.append(Pause.of(killed, recovery, [s for s in open_streams if s.times and s.times[-1] > recovery.ready]))
         assert not psutil.pid_exists(victim)
-    return pauses
+    return pauses, cold
 
 
+def show(record_property, title: str, pauses: list[Pause], cold: ColdStart) -> None:
+    table = report(title, pauses, cold)
+    print("\n" + table)
+    record_property("pauses", table)
+
+
+@pytest.mark.usefixtures("soon_spares")
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.full_grid)])
 def test_kill_9_of_a_random_rank_again_and_again(
     tiny_llama: Path, expected: list[list[int]], kills: int, record_property
 ) -> None:
     with running(Load(tiny_llama)) as load:
-        cold = load.engine.info.startup_seconds
-        pauses = disturb(load, signal.SIGKILL, kills, random.Random(kills))
+        pauses, cold = disturb(load, signal.SIGKILL, kills, random.Random(kills))
         load.drain()
         assert load.check(expected) >= 32
         assert load.engine.metrics()["recoveries"] == kills
-    table = report("kill -9", pauses, cold)
-    print("\n" + table)
-    record_property("pauses", table)
+    show(record_property, "kill -9", pauses, cold)
+    assert all(pause.spares for number, pause in enumerate(pauses, 1) if number % HASTY)
     assert max(pause.detect for pause in pauses) < 2.0
 
 
+@pytest.mark.usefixtures("soon_spares")
 @pytest.mark.parametrize("stops", [2, pytest.param(20, marks=pytest.mark.full_grid)])
 def test_a_stopped_rank_is_found_by_the_watchdog(
     tiny_llama: Path, expected: list[list[int]], stops: int, record_property
 ) -> None:
     with running(Load(tiny_llama, step_timeout=3.0)) as load:
-        cold = load.engine.info.startup_seconds
-        pauses = disturb(load, signal.SIGSTOP, stops, random.Random(stops))
+        pauses, cold = disturb(load, signal.SIGSTOP, stops, random.Random(stops))
         load.drain()
         load.check(expected)
-    table = report("SIGSTOP, step_timeout 3 s", pauses, cold)
-    print("\n" + table)
-    record_property("pauses", table)
+    show(record_property, "SIGSTOP, step_timeout 3 s", pauses, cold)
 
 
 @pytest.mark.parametrize(("rank", "how"), [(0, "raise"), (1, "raise"), (1, "die")])
@@ -219,13 +235,10 @@ def test_smollm2_at_tp_3(record_property) -> None:
     """A difference from the undisturbed run counts only where the two tokens' scores are no tie."""
     path = resolve_model(None)
     with running(Load(path, lengths=(24, 48), tp_size=3, page_size=16, num_pages=512)) as load:
-        cold = load.engine.info.startup_seconds
         expected = load.run_once()
-        pauses = disturb(load, signal.SIGKILL, 20, random.Random(3))
+        pauses, cold = disturb(load, signal.SIGKILL, 20, random.Random(3))
         load.drain()
         reference = load_reference(path)
         streams = load.check(expected, partial(score_gap, reference))
         assert load.engine.metrics()["recoveries"] == 20
-    table = report(f"SmolLM2, TP 3, kill -9, {streams} streams, {load.ties} ties", pauses, cold)
-    print("\n" + table)
-    record_property("pauses", table)
+    show(record_property, f"SmolLM2, TP 3, kill -9, {streams} streams, {load.ties} ties", pauses, cold)
