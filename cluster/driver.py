@@ -290,6 +290,7 @@ class Driver:
             logger.exception("on_failure raised")
         finally:
             self._group.stop(**({} if isinstance(error, EngineClosedError) else {"grace": 0.0}))
+            self._recorder.close()
         while self._commands:  # whoever waits for an answer gets one
             try:
                 self._commands.popleft()()

@@ -7,6 +7,7 @@ its steps can be run again; when the younger one is full, the older one goes and
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 MAX_WORDS = 16 << 20
 """Of all plans and prompts in the ring, int32: what bounds it where steps are long."""
 _SHORTEST = 4  # steps of a segment: when it is full, the results of the steps before it have arrived
+_WRITE_TIMEOUT = 30.0  # seconds; a few hundred megabytes at most
 _NO_PROMPTS: dict[int, np.ndarray] = {}
 
 
@@ -44,6 +46,7 @@ class NoRecorder:
     def plan(self, plan: StepPlan) -> None: ...
     def result(self, result: StepResult) -> None: ...
     def save(self, reason: str) -> None: ...
+    def close(self) -> None: ...
 
 
 class FlightRecorder:
@@ -66,6 +69,7 @@ class FlightRecorder:
         self._engine = engine
         self.directory = directory
         self._clock = clock
+        self._writers: list[threading.Thread] = []
         self._unanswered: deque[RecordedStep] = deque()
         self.restart()
 
@@ -112,14 +116,27 @@ class FlightRecorder:
         return Recording(reason, created, self._with_tokens, self._engine, segments[0].rows, steps)
 
     def save(self, reason: str) -> None:
-        """Write a file, if there is anything to write. A failure to do so is logged: there is one already."""
+        """Write a file, if there is anything to write, in a thread of its own: a failure is being dealt with.
+
+        A failure to write is logged.
+        """
         recording = self.take(reason)
         if recording.steps:
-            try:
-                path = write_into(self.directory, recording)
-                logger.warning("the last %d steps are in %s", len(recording.steps), path)
-            except Exception:
-                logger.exception("the last steps could not be saved")
+            writer = threading.Thread(target=self._write, args=(recording,), name="flight-recorder", daemon=True)
+            self._writers = [other for other in self._writers if other.is_alive()] + [writer]
+            writer.start()
+
+    def close(self) -> None:
+        """Wait until what was saved is in its file."""
+        for writer in self._writers:
+            writer.join(_WRITE_TIMEOUT)
+
+    def _write(self, recording: Recording) -> None:
+        try:
+            path = write_into(self.directory, recording)
+            logger.warning("the last %d steps are in %s", len(recording.steps), path)
+        except Exception:
+            logger.exception("the last steps could not be saved")
 
     def _complete(self, rows: list[LiveRow], plan: StepPlan, tokens: np.ndarray) -> None:
         by_row = {row.row: row for row in rows}

@@ -122,7 +122,7 @@ def ask(url: str, **body: object) -> dict:
 
 
 def test_serve_three_workers_answers_and_stops_cleanly(start):
-    server = start("--tp-size", "3")
+    server = start("--tp-size", "3", "--no-spare-ranks")
     server.wait_ready()
     assert "served_model_name=" + NAME in server.log and "num_pages=256" in server.log
     assert len(server.ranks()) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 
 from cluster.driver import Driver
 from cluster.errors import EngineDeadError, EngineError
-from cluster.flight import FlightRecorder, read_recording
+from cluster.flight import FlightRecorder, Recording, read_recording
+from cluster.flight import recorder as flight_recorder
 from cluster.flight.replay import find_wrong_slot
 from cluster.messages import Pong
 from kvcache import IntegrityError
@@ -239,3 +241,23 @@ def test_a_rank_that_dies_has_the_steps_saved_with_the_one_it_died_in(tmp_path: 
     assert recording.reason == "rank 0 died"
     assert recording.steps[-1].plan.step_id == 15 and recording.steps[-1].tokens is None
     assert find_wrong_slot(recording) is None
+
+
+def test_a_recording_is_written_beside_what_follows_the_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_disk, write_into = threading.Event(), flight_recorder.write_into
+
+    def write_slowly(directory: Path, recording: Recording) -> Path:
+        assert slow_disk.wait(60)
+        return write_into(directory, recording)
+
+    monkeypatch.setattr(flight_recorder, "write_into", write_slowly)
+    served = Served(tmp_path, 1, a_page_in_use_is_free, after=15)
+    try:
+        served.wait()  # all streams have ended
+        assert not list(tmp_path.iterdir())
+    finally:
+        slow_disk.set()
+        served.driver.close()
+    assert len(list(tmp_path.iterdir())) == 1
