@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,14 +13,18 @@ import pytest
 
 @pytest.mark.full_grid
 @pytest.mark.timeout(3000)
-def test_fifty_starts_and_stops_leave_nothing_behind(tiny_llama: Path) -> None:
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.chaos.cycles", str(tiny_llama), "50"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=2990,
-        check=False,
-    )
+@pytest.mark.parametrize(("what", "cycles"), [("engines", 50), ("rays", 12)])
+def test_starts_and_stops_leave_nothing_behind(tiny_llama: Path, what: str, cycles: int) -> None:
+    """Within one Ray nothing at all; with a Ray each, no more than plain `ray.init(); ray.shutdown()` leave."""
+    with tempfile.TemporaryDirectory(prefix="cycles-", dir="/tmp") as temporary:  # short: sockets lie in it
+        child = subprocess.run(
+            [sys.executable, "-m", "tests.chaos.cycles", what, str(tiny_llama), str(cycles)],
+            cwd=Path(__file__).parents[2],
+            env=os.environ | {"TMPDIR": temporary},
+            capture_output=True,
+            text=True,
+            timeout=2990,
+            check=False,
+        )
     print(child.stdout)
     assert child.returncode == 0 and child.stdout.endswith("done\n"), child.stdout + child.stderr[-4000:]
