@@ -44,6 +44,7 @@ class Handshake:
         self._greeted: set[int] = set()
         self._capacities: dict[int, messages.Capacity] = {}
         self._ready: dict[int, messages.Ready] = {}
+        self._rendezvous: messages.Rendezvous | None = None
         self._pages = 0
 
     @property
@@ -66,7 +67,8 @@ class Handshake:
         elif isinstance(message, messages.Progress):
             self._timeline.enter(message.phase, rank, message.fraction)
         elif isinstance(message, messages.Rendezvous):
-            for other in range(1, len(self._ranks)):
+            self._rendezvous = message
+            for other in self._greeted - {rank}:
                 self._send(other, message)
         elif isinstance(message, messages.Capacity):
             self._capacities[rank] = message
@@ -105,6 +107,8 @@ class Handshake:
             )
         self._greeted.add(rank)
         self._send(rank, messages.Welcome(messages.PROTOCOL_VERSION, self._group))
+        if self._rendezvous is not None:  # rank 0 was faster
+            self._send(rank, self._rendezvous)
 
     def _failure(self, rank: int, failed: messages.Failed) -> ConfigError | StartupError:
         if failed.kind == "model":

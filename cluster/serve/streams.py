@@ -28,6 +28,9 @@ from scheduler.step import LogprobBlock
 
 logger = logging.getLogger(__name__)
 
+# Connections of engines whose messages are counted: more than are open at a time, each engine that starts makes one.
+MAX_CHANNELS = 1024
+
 
 class ScoredToken(NamedTuple):
     """A generated token and its log probabilities, a block of one."""
@@ -215,7 +218,7 @@ class StreamTable:
         self._metrics = metrics
         self._on_gap = on_gap
         self._lock = threading.Lock()  # a message is taken as a whole before or after a stream is renewed
-        self._heard: dict[bytes, int] = {}  # by channel: messages so far
+        self._heard: dict[bytes, int] = {}  # by channel, the one heard last at the end: messages so far
         self._ids = itertools.count(1)
         self._streams: dict[int, TokenStream] = {}
 
@@ -264,8 +267,10 @@ class StreamTable:
 
     def _find_gap(self, message: StepMessage) -> list[TokenStream]:
         """Streams that the messages missing before this one may have been about; they are forgotten."""
-        expected = self._heard.get(message.channel, 0)
+        expected = self._heard.pop(message.channel, 0)
         self._heard[message.channel] = message.number + 1
+        if len(self._heard) > MAX_CHANNELS:
+            del self._heard[next(iter(self._heard))]
         if message.number == expected:
             return []
         lost = [stream for stream in list(self._streams.values()) if stream.channel in (None, message.channel)]

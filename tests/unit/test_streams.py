@@ -11,6 +11,7 @@ import pytest
 
 from cluster.detokenizer import TextDelta
 from cluster.errors import EngineClosedError, EngineError, PoisonRequestError
+from cluster.serve import streams
 from cluster.serve.metrics import IngressMetrics
 from cluster.serve.side_channel import StepMessage
 from cluster.serve.streams import Delta, StreamGroup, StreamTable
@@ -202,3 +203,13 @@ async def test_latencies_are_measured_where_tokens_arrive():
     await receive(table, step((a, 1, NONE), (b, 1, NONE)), step((a, 2, NONE), (b, -1, LENGTH)), step((a, 3, LENGTH)))
     assert sum(metrics.first_token.snapshot()["counts"]) == 2
     assert sum(metrics.between_tokens.snapshot()["counts"]) == 2
+
+
+async def test_connections_are_forgotten_once_there_were_many_after_them(table, monkeypatch):
+    monkeypatch.setattr(streams, "MAX_CHANNELS", 3)
+    _, (stream_id,) = open_group(table, Letters())
+    message = step((stream_id, 1, NONE))
+    for number in range(9):
+        table.on_message(replace(message, channel=b"kept", number=number))
+        table.on_message(replace(message, channel=b"engine %d" % number, number=0))
+    assert list(table._heard.items()) == [(b"engine 7", 1), (b"kept", 9), (b"engine 8", 1)]
