@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.unit.rule_helpers import EOS, stops_after
 from tests.unit.scheduler_harness import Harness, make_config, make_request
-from tests.unit.test_rules import EOS, stops_after
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
