@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from cluster.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """New text of one stream.
 
     `stopped`: a stop string was found, the stream's text is complete and the request can be aborted.
@@ -64,14 +63,16 @@ class IncrementalDetokenizer:
         """
         if self._closed:
             return TextDelta("")
-        data = b"".join(self._token_bytes[id] for id in token_ids if id not in self._not_text)
-        text = self._drop_spaces(self._utf8.decode(data, final=finished))
+        data = b"".join([self._token_bytes[id] for id in token_ids if id not in self._not_text])
+        text = self._utf8.decode(data, final=finished)
+        if self._spaces_to_drop:
+            text = self._drop_spaces(text)
         text, reason = self._stops.add(text, finished)
         self._closed = finished or reason is not None
         return TextDelta(text, reason is not None, reason)
 
     def _drop_spaces(self, text: str) -> str:
-        if not self._spaces_to_drop or not text:
+        if not text:
             return text
         dropped = min(self._spaces_to_drop, len(text) - len(text.lstrip(" ")))
         self._spaces_to_drop = self._spaces_to_drop - dropped if dropped == len(text) else 0

@@ -27,6 +27,7 @@ from cluster.errors import (
 )
 from cluster.routing import digest_block
 from cluster.serve.call_errors import engine_error, is_gone
+from cluster.serve.engine_call import EngineCall
 from cluster.serve.errors import RequestTimeoutError, from_wire
 from cluster.serve.failover import Failover, Loss
 from cluster.serve.fleet import Fleet, Ticket
@@ -193,7 +194,7 @@ class EngineClient:
         call.starts += 1
         ids = np.array(call.prompt + stream.tokens, dtype=np.int32)
         ticket = self.fleet.ticket(ids, sampling.max_tokens - len(stream.tokens))
-        call.response = self._handle.generate.remote(
+        asked = EngineCall(
             self._receiver.address,
             stream.stream_id,
             ids,
@@ -201,8 +202,8 @@ class EngineClient:
             call.options.priority,
             call.options.user,
             len(call.prompt),
-            **{TICKET: ticket},
         )
+        call.response = self._handle.generate.remote(asked.encode(), **{TICKET: ticket})
         task = asyncio.create_task(self._follow(stream, call, call.response, ticket))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import ray
 from ray import serve
 
@@ -23,13 +22,13 @@ from cluster.engine import Engine
 from cluster.errors import EngineError, RaydixError, TransportError
 from cluster.routing import digest_block
 from cluster.serve.autoscaling import METRIC
+from cluster.serve.engine_call import EngineCall
 from cluster.serve.errors import to_wire
 from cluster.serve.publisher import Publisher
 from cluster.serve.side_channel import ReplyAddress
 from cluster.serve.step_sender import StepSender, join_request_id
 from scheduler.outputs import FinishReason, StepOutputs
 from scheduler.request import Request
-from scheduler.sampling_params import SamplingParams
 
 logger = logging.getLogger("ray.serve")
 
@@ -58,33 +57,24 @@ class EngineDeployment:
         self._reports = Publisher(self._replica, digest_block(config.page_size), self._engine, self._sender)
         self._engine.start(_log_progress)
 
-    async def generate(
-        self,
-        address: ReplyAddress,
-        stream_id: int,
-        prompt_ids: np.ndarray,
-        sampling: SamplingParams,
-        priority: int = 0,
-        user: str | None = None,
-        prompt_len: int | None = None,
-        work: int = 0,
-    ) -> dict[str, Any]:
-        """One request. Its tokens go to `address` step by step; this call returns when it has ended.
-
-        `priority`, `user`, `prompt_len`: see `scheduler.request.Request`. `work`: see `cluster.serve.fleet.Ticket`.
-        Cancelling the call aborts the request.
+    async def generate(self, call: bytes, work: int = 0) -> dict[str, Any]:
+        """One request, an `EngineCall`. Its tokens go to the call's address step by step; this returns when it has
+        ended. `work`: see `cluster.serve.fleet.Ticket`. Cancelling the call aborts the request.
 
         Returns:
             {"finish": FinishReason} or {"error": see `errors.to_wire`}.
         """
+        asked = EngineCall.decode(call)
         self._loop = asyncio.get_running_loop()
         try:
-            channel = await self._sender.connect(address)
-            request_id = join_request_id(channel, stream_id)
+            channel = await self._sender.connect(asked.address)
+            request_id = join_request_id(channel, asked.stream_id)
             ended = self._open[request_id] = self._loop.create_future()
             try:
-                request = Request(request_id, prompt_ids, sampling, priority, user, prompt_len)
-                if sampling.structured_outputs is not None:
+                request = Request(
+                    request_id, asked.prompt_ids, asked.sampling, asked.priority, asked.user, asked.prompt_len
+                )
+                if asked.sampling.structured_outputs is not None:
                     await self._loop.run_in_executor(self._compiling, self._engine.grammars.prepare, request)
                 self._engine.submit(request)
                 with self._reports.counted(channel, work):

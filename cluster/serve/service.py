@@ -131,21 +131,43 @@ class Service:
             self.engine.close_group(group)
             raise
 
-        async def events() -> AsyncIterator[str]:
-            for payload in begin():
-                yield event(payload)
-            writer.count.add(*first)
-            for payload in chunks(*first):
-                yield event(payload)
-            async for index, delta in group:
-                writer.count.add(index, delta)
-                for payload in chunks(index, delta):
-                    yield event(payload)
-            if writer.with_usage:
-                yield event(writer.usage())
-            yield DONE
+        def write(index: int, delta: Delta) -> str:
+            writer.count.add(index, delta)
+            return "".join([event(payload) for payload in chunks(index, delta)])
 
-        return EventStream(events(), lambda: self.engine.close_group(group), self.config.slow_reader_timeout)
+        def end() -> str:
+            return (event(writer.usage()) if writer.with_usage else "") + DONE
+
+        texts = event_texts("".join([event(payload) for payload in begin()]), first, group, write, end)
+        return EventStream(texts, lambda: self.engine.close_group(group), self.config.slow_reader_timeout)
+
+
+async def event_texts(
+    begin: str,
+    first: tuple[int, Delta],
+    group: StreamGroup,
+    write: Callable[[int, Delta], str],
+    end: Callable[[], str],
+) -> AsyncIterator[str]:
+    """The events of a stream; all that there is at one moment is one text, as a write costs more than what it writes.
+
+    Args:
+        begin: what comes before the first delta.
+        write: the events of one delta. end: those after the last.
+    """
+    waiting = begin + write(*first)
+    try:
+        while True:
+            if not group.has_next:
+                yield waiting
+                waiting = ""
+            waiting += write(*await anext(group))
+    except StopAsyncIteration:
+        yield waiting + end()
+    except Exception:
+        if waiting:
+            yield waiting
+        raise
 
 
 @dataclass

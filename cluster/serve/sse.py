@@ -18,9 +18,12 @@ logger = logging.getLogger(__name__)
 DONE = "data: [DONE]\n\n"
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
 def to_json(value: object) -> str:
     """Compact JSON in plain ASCII-safe UTF-8: characters stay themselves."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return _encode(value)
 
 
 def event(payload: str) -> str:
@@ -29,7 +32,8 @@ def event(payload: str) -> str:
 
 
 class EventStream(StreamingResponse):
-    """Streams events; `on_close` runs when the answer ends in any way, also when the client leaves.
+    """Streams texts of one or more events, each in one write; `on_close` runs when the answer ends in any way, also
+    when the client leaves.
 
     A client that takes nothing for `read_timeout` seconds, while the server's buffer for it is full, loses the stream.
     """
@@ -41,31 +45,34 @@ class EventStream(StreamingResponse):
         self._read_timeout = read_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watch = ReaderWatch(send, self._read_timeout)
+        watch = ReaderWatch(receive, send, self._read_timeout)
         try:
-            await super().__call__(scope, receive, watch.send)
+            await self.stream_response(watch.send)
         except asyncio.CancelledError:
-            if not watch.too_slow:
+            if watch.too_slow:
+                logger.warning("a client read nothing for %g s; its stream is closed", self._read_timeout)
+            elif not watch.left:
                 raise
-            logger.warning("a client read nothing for %g s; its stream is closed", self._read_timeout)
         finally:
             watch.stop()
             self._on_close()
 
 
 class ReaderWatch:
-    """Cancels the current task when one `send` takes longer than `timeout` seconds.
+    """Cancels the current task when the client leaves, or one `send` takes longer than `timeout` seconds.
 
-    One timer for the whole stream instead of one per chunk.
+    One timer for the whole stream instead of one per chunk, and none of Starlette's task groups.
     """
 
-    def __init__(self, send: Send, timeout: float) -> None:
-        self.too_slow = False
+    def __init__(self, receive: Receive, send: Send, timeout: float) -> None:
+        self.too_slow = self.left = False
+        self._receive = receive
         self._send = send
         self._timeout = timeout
         self._task = asyncio.current_task()
         self._sending_since: float | None = None
         self._timer = asyncio.get_running_loop().call_later(timeout, self._check)
+        self._listener = asyncio.create_task(self._listen())
 
     async def send(self, message: Message) -> None:
         self._sending_since = time.monotonic()
@@ -74,6 +81,13 @@ class ReaderWatch:
 
     def stop(self) -> None:
         self._timer.cancel()
+        self._listener.cancel()
+
+    async def _listen(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.left = True
+        self._task.cancel()
 
     def _check(self) -> None:
         since = self._sending_since

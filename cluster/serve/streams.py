@@ -114,27 +114,24 @@ class TokenStream:
         self, token: int, finish: int, cached_tokens: int, failure: str | None, scores: LogprobBlock | None = None
     ) -> Delta | None:
         """Apply one entry of a step message; None when there is nothing to tell yet."""
-        if finish == FinishReason.ERROR:
-            return Delta(error=EngineError(failure or "the engine could not finish this request"))
-        if finish == FinishReason.POISON:
-            return Delta(error=PoisonRequestError(failure or "the engine fails whenever this request runs"))
-        if finish == FinishReason.ABORT:
-            return Delta(error=EngineClosedError("the request was aborted by the engine"))
+        finished = finish != FinishReason.NONE
+        if finished and (error := _error(finish, failure)) is not None:
+            return Delta(error=error)
         if not self.tokens:  # what the first engine found; another finds this stream's own tokens too
             self._cached_tokens = cached_tokens
         if token >= 0:
             self.tokens.append(token)
         # The stop token itself is counted; it is text only for those who asked for it.
         ids = [token] if token >= 0 and (finish != FinishReason.STOP or self._include_stop) else []
-        part = self._detokenizer.add(ids, finished=finish != FinishReason.NONE)
+        part = self._detokenizer.add(ids, finished)
         self._silent_tokens += token >= 0
         if scores is not None and ids:
             self._silent_logprobs.append(ScoredToken(token, scores.narrowed(self._top_logprobs)))
         reason = None
-        if part.stopped or finish == FinishReason.STOP:
+        if part.stopped:
             reason = "stop"
-        elif finish == FinishReason.LENGTH:
-            reason = "length"
+        elif finished:
+            reason = "stop" if finish == FinishReason.STOP else "length"
         if not part.text and reason is None:
             return None
         delta = Delta(part.text, self._silent_tokens, self._cached_tokens, reason)
@@ -143,6 +140,17 @@ class TokenStream:
             delta.logprobs, self._silent_logprobs = self._silent_logprobs, []
         delta.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         return delta
+
+
+def _error(finish: int, failure: str | None) -> RaydixError | None:
+    """What such an end raises, if anything; `failure`: what the engine says about it."""
+    if finish == FinishReason.ERROR:
+        return EngineError(failure or "the engine could not finish this request")
+    if finish == FinishReason.POISON:
+        return PoisonRequestError(failure or "the engine fails whenever this request runs")
+    if finish == FinishReason.ABORT:
+        return EngineClosedError("the request was aborted by the engine")
+    return None
 
 
 class StreamGroup:
@@ -184,6 +192,11 @@ class StreamGroup:
 
     def __aiter__(self) -> StreamGroup:
         return self
+
+    @property
+    def has_next(self) -> bool:
+        """Whether the next step of an iteration waits for nothing: a delta is there, or all has ended."""
+        return bool(self._ready) or not self._open
 
     async def __anext__(self) -> tuple[int, Delta]:
         if not self._ready and self._open == 0:

@@ -76,3 +76,21 @@ async def test_the_cancellation_of_a_client_that_left_goes_on():
     with pytest.raises(asyncio.CancelledError):
         await task
     assert closed == [True]
+
+
+async def test_a_client_that_leaves_ends_the_stream():
+    closed, left = [], asyncio.Event()
+
+    async def receive():
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        await asyncio.sleep(0.01)
+
+    task = asyncio.create_task(EventStream(numbers(10**6), lambda: closed.append(True), 5)(SCOPE, receive, send))
+    await asyncio.sleep(0.05)
+    left.set()
+    await asyncio.wait_for(task, 2)
+    assert closed == [True]
+    assert len(asyncio.all_tasks()) == 1  # nobody listens any more
