@@ -146,6 +146,12 @@ class EngineConfig(BaseModel):
         le=MAX_SECONDS,
         description="serve: seconds a request may take from arrival to its last token; default: no limit",
     )
+    max_output_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="serve: most tokens that a request may ask for, all its choices together; a client that reads "
+        "nothing costs at most their text; default: what the context holds",
+    )
     slow_reader_timeout: float = Field(
         30.0,
         gt=0,

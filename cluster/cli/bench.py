@@ -11,6 +11,7 @@ from cluster.cli.flags import add_engine_flags, engine_config, positive_int
 from cluster.cli.output import Timeline, cell, check_json_path, print_table, write_json
 from cluster.config import EngineConfig
 from cluster.errors import ConfigError
+from cluster.front import ALL_INTERFACES, FRONTS, prepare
 
 SERVING_PATH_COLUMNS = (
     "path", "streams", "tokens_per_s", "tokens_per_chunk", "itl_p50_ms", "itl_p99_ms", "ttft_p50_ms",
@@ -44,6 +45,7 @@ def add_serving_path(kinds: Any) -> None:
         "--streams", type=positive_int, nargs="+", default=[1, 16, 64, 256], help="(default: 1 16 64 256)"
     )
     parser.add_argument("--output-len", type=positive_int, default=128, help="tokens a stream (default: %(default)s)")
+    parser.add_argument("--front", choices=FRONTS, default="proxy", help="as of raydix serve (default: %(default)s)")
     finish(parser, run_serving_path, engine=True)
 
 
@@ -139,6 +141,7 @@ def run_serving_path(args: argparse.Namespace) -> int:
         raise ConfigError(f"--device {config.device}: this benchmark is of the serving path alone; it uses fake")
     config = config.model_copy(update={"device": "fake"})
     check_json_path(args.json)
+    prepare(args.front, ALL_INTERFACES, config.ray_address)
     timeline = Timeline()
     result = compare_paths(config, args.streams, args.output_len, args.repeats, timeline)
     timeline.done()

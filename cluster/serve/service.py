@@ -64,6 +64,9 @@ class Service:
             InvalidRequestError: a prompt that does not fit, or a sampling value outside its limits.
         """
         seed = secrets.randbits(64)
+        share = self._share_of_output(request, len(prompts) * request.choices)
+        if share is not None:
+            default_max_tokens = min(default_max_tokens or share, share)
         pairs = []
         for prompt in prompts:
             room = self.max_seq_len - len(prompt)
@@ -79,6 +82,24 @@ class Service:
                 for choice in range(request.choices)
             ]
         return pairs
+
+    def _share_of_output(self, request: GenerationRequest, choices: int) -> int | None:
+        """Tokens that each choice of a request may have by `max_output_tokens`; None: no limit.
+
+        Raises:
+            InvalidRequestError: the request asks for more.
+        """
+        most = self.config.max_output_tokens
+        if most is None:
+            return None
+        field, asked = request.token_limit
+        if choices > most or (asked or 0) * choices > most:
+            raise InvalidRequestError(
+                f"{field}: one request gets at most {most} tokens from this server (max_output_tokens), all its "
+                f"choices together; this one asks for {choices} x {asked or 'some'}",
+                field if asked else "n",
+            )
+        return most // choices
 
     def options(self, request: GenerationRequest, arrived: float, continues_text: bool) -> GroupOptions:
         """How this request's streams are served.

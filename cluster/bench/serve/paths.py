@@ -168,9 +168,8 @@ def front() -> str:
 
 def has_own_loops() -> bool:
     """Whether Serve's replicas run our code and their routers on event loops of their own, each in its thread."""
-    from ray.serve._private import constants
-
-    return constants.RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD or constants.RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP
+    switches = ("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP")
+    return any(os.environ.get(name, "1") == "1" for name in switches)  # replicas read them when they start
 
 
 def machine() -> dict[str, Any]:
