@@ -33,6 +33,7 @@ from scheduler.request import Request
 logger = logging.getLogger("ray.serve")
 
 STALE_SECONDS = 3 * PROBE_INTERVAL
+COMPILERS = 4  # grammars at a time: most take a millisecond, the worst a second
 
 
 @serve.deployment(
@@ -51,7 +52,7 @@ class EngineDeployment:
         self._sender = StepSender(ray.get_runtime_context().get_node_id())
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="raydix-compile")
+        self._compiling = ThreadPoolExecutor(COMPILERS, thread_name_prefix="raydix-compile")
         self._engine = Engine(config, self._on_outputs, self._on_failure)
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._reports = Publisher(self._replica, digest_block(config.page_size), self._engine, self._sender)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -134,6 +136,57 @@ def test_huge_and_deep_schemas_end_soon_one_way_or_the_other(compiler):
         except ConstraintError as error:
             assert len(str(error)) < 600
             break
+
+
+def test_a_grammar_that_takes_long_holds_up_no_other(compiler, monkeypatch):
+    build, begun, go_on = compiler._build, threading.Event(), threading.Event()
+
+    def build_slowly(text):
+        if "slow" in text:
+            begun.set()
+            assert go_on.wait(20)
+        return build(text)
+
+    monkeypatch.setattr(compiler, "_build", build_slowly)
+    with ThreadPoolExecutor(2) as threads:
+        slow = threads.submit(compiler.compile, StructuredOutputs(choice=["slow"]))
+        try:
+            assert begun.wait(20)
+            threads.submit(compiler.compile, StructuredOutputs(choice=["fast"])).result(20)
+            assert not slow.done()
+        finally:
+            go_on.set()
+        slow.result(20)
+
+
+NUMBERS = {"a": {"type": "integer", "multipleOf": 50_000}, "b": {"type": "number", "multipleOf": 0.5}}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"json": {"type": "integer", "multipleOf": 999_983}},
+        {"json": {"type": "number", "multipleOf": 0.999983}},
+        {"json": {"type": "number", "multipleOf": 1e-9}},
+        {"json": {"type": "integer", "multipleOf": 1e300}},
+        {"json": {"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}},
+        {"json": {"type": "object", "properties": NUMBERS}},
+        {"grammar": 'start: "x" %json  {"type": "integer", "multiple\\u004ff": 999983}'},
+        {"grammar": json.dumps({"grammars": [{"json_schema": {"type": "integer", "multipleOf": 999_983}}]})},
+    ],
+)
+def test_what_would_compile_for_minutes_is_refused(compiler, form):
+    with pytest.raises(InvalidRequestError, match="multipleOf: "):
+        compiler.compile(StructuredOutputs(**form))
+
+
+def test_multiples_in_use_are_kept(compiler):
+    price = {"type": "number", "multipleOf": 0.01, "minimum": 0}
+    assert walk(compiler, StructuredOutputs(json=price), "12.25") == MUST_END
+    assert walk(compiler, StructuredOutputs(json={"type": "integer", "multipleOf": 25}), "1275") == MAY_END
+    assert walk(compiler, StructuredOutputs(json={"type": "integer", "multipleOf": 25}), "1276") == UNFINISHED
+    named = {"type": "object", "properties": {"multipleOf": {"type": "string"}}, "required": ["multipleOf"]}
+    assert walk(compiler, StructuredOutputs(json=named), '{"multipleOf": "x"}') == MUST_END
 
 
 def test_a_token_that_is_not_allowed_is_an_error(compiler):
