@@ -6,13 +6,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
+from cluster.tokenizer import Tokenizer
+from tests.checkpoints import load_reference, make_checkpoint
 from tests.integration.hosts import Lab
+from tests.unit.tiny_tokenizers import byte_level
 
 ROOT = Path(__file__).parents[2]
 HEAD = """--num-cpus=0 --resources='{"front": 1}'"""
 WORKER = "--num-cpus=2"
+TINY_TOKENS = 16
 COMMON = "--object-store-memory=100000000 --disable-usage-stats"
 
 
@@ -34,7 +39,21 @@ def cluster_file(lab: Lab, path: Path) -> None:
     path.write_text(yaml.safe_dump(config))
 
 
-def serve_file(path: Path, model: Path, tp_size: int, replicas: int) -> None:
+def tiny_model(directory: Path) -> Path:
+    """A checkpoint that two ranks can share, as the real one's 9 heads cannot be; `tiny.txt` beside it is what
+    transformers makes of "once"."""
+    path = directory / "tiny"
+    path.mkdir()
+    tokenizer = Tokenizer(byte_level(path))
+    make_checkpoint("qwen3", path, vocab_size=tokenizer.vocab_size)
+    prompt = torch.tensor([tokenizer.encode("once")])
+    model = load_reference(path)
+    ids = model.generate(prompt, max_new_tokens=TINY_TOKENS, do_sample=False, eos_token_id=None)[0].tolist()
+    (directory / "tiny.txt").write_text(tokenizer.decode(ids)[len(tokenizer.decode(prompt[0].tolist())) :])
+    return path
+
+
+def serve_file(path: Path, model: Path, tp_size: int, replicas: int, max_seq_len: int = 1024) -> None:
     """serve/replicas.yaml on CPUs. Drivers and the ingress run on the head, whose cable nobody pulls."""
     config: dict[str, Any] = yaml.safe_load((ROOT / "ray_configs/serve/replicas.yaml").read_text())
     (application,) = config["applications"]
@@ -44,7 +63,7 @@ def serve_file(path: Path, model: Path, tp_size: int, replicas: int) -> None:
         "tp_size": tp_size,
         "device": "cpu",
         "max_running_requests": 8,
-        "max_seq_len": 1024,
+        "max_seq_len": max_seq_len,
         "num_pages": 256,
         "step_timeout": 20,
         "placement_timeout": 120,

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from tests.integration.hosts import NETWORK, plug
-from tests.integration.ray_up_files import ROOT
+from tests.integration.ray_up_files import ROOT, TINY_TOKENS
 
 BIN = Path(sys.prefix) / "bin"
 FRANCE = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
@@ -75,6 +75,12 @@ class Cluster:
         answer = httpx.post(f"{self.url}/v1/completions", json=FRANCE, timeout=60)
         assert answer.status_code == 200 and "Paris" in answer.text, answer.text
 
+    def continuation(self, prompt: str) -> str:
+        body = {"prompt": prompt, "max_tokens": TINY_TOKENS, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
     async def streams_over_a_cut(self, count: int, tokens: int, cut_for: float) -> None:
         """Streams while the cable of a worker with ranks is out; each has to end with exactly its tokens."""
         worker = WORKERS[self.hosts_of_ranks()[-1][-1]]
@@ -128,6 +134,15 @@ def main(directory: Path, head: str) -> None:
     cluster.asks()
     asyncio.run(cluster.streams_over_a_cut(3, 60, cut_for=40))
     cluster.asks()
+
+    cluster.on_head("serve shutdown -y")
+    cluster.say(cluster.on_head("~/raydix-venv/bin/python -m tests.integration.ray_up_filler").splitlines()[-1])
+    cluster.deploy("tiny-two-hosts.yaml")
+    cluster.until(lambda: list(map(len, cluster.hosts_of_ranks())) == [2] and cluster.ready(), 240, "TP 2 serves")
+    (ranks,) = cluster.hosts_of_ranks()
+    cluster.say(f"ranks: {ranks}")
+    assert len(set(ranks)) == 2
+    assert cluster.continuation("once") == (Path(sys.argv[1]) / "tiny.txt").read_text()
 
     cluster.ray("down")
     cluster.say("ray down is done")

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.model_files import resolve_model
 from tests.integration.hosts import lab, what_is_missing
-from tests.integration.ray_up_files import ROOT, cluster_file, serve_file
+from tests.integration.ray_up_files import ROOT, cluster_file, serve_file, tiny_model
 
 MISSING = what_is_missing()
 
@@ -25,6 +25,7 @@ def test_three_hosts(tmp_path: Path) -> None:
         cluster_file(made, tmp_path / "cluster.yaml")
         serve_file(tmp_path / "two-replicas.yaml", model, tp_size=1, replicas=2)
         serve_file(tmp_path / "two-hosts.yaml", model, tp_size=3, replicas=1)
+        serve_file(tmp_path / "tiny-two-hosts.yaml", tiny_model(tmp_path), tp_size=2, replicas=1, max_seq_len=128)
         scenario = ["-m", "tests.integration.ray_up_scenario", str(tmp_path), made.hosts["head"].address]
         command = made.operator.command("env", f"PYTHONPATH={ROOT}", sys.executable, *scenario)
         with (tmp_path / "scenario.log").open("wb") as log:
