@@ -100,6 +100,32 @@ async def test_in_a_browser(server: Server, tmp_path: Path, width: int, height: 
         assert unauthorized == []
 
 
+REASONING = """
+const events = ["reasoning_content", "reasoning_content", "content"].map((part, number) =>
+  "data: " + JSON.stringify({choices: [{delta: {[part]: part + number + " "}}]}) + "\\n\\n");
+const answered = window.fetch;
+window.fetch = (url, options) => String(url).endsWith("completions")
+  ? Promise.resolve(new Response(events.join("") + "data: [DONE]\\n\\n")) : answered(url, options);
+"""
+
+
+@pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed")
+async def test_thoughts_are_shown_apart(server: Server) -> None:
+    async with chromium() as page:
+        await page.open(f"{server.url}/dashboard", 1280, 800)
+        await page.until("!document.getElementById('key-form').hidden", 30)
+        await page.evaluate(f"document.getElementById('key').value = '{KEY}'")
+        await page.evaluate("document.getElementById('key-form').requestSubmit()")
+        await page.until("document.getElementById('status').dataset.state == 'good'", 30)
+        assert await page.evaluate("document.getElementById('chat-model').hidden")  # there is one model
+        await page.evaluate(REASONING)
+        await page.evaluate("document.getElementById('chat-text').value = 'Why?'")
+        await page.evaluate("document.getElementById('chat-form').requestSubmit()")
+        await page.until("document.querySelector('.message:not(.user) > span')?.textContent == 'content2 '", 30)
+        thoughts = await page.evaluate("document.querySelector('.thoughts').textContent")
+        assert thoughts == "reasoning_content0 reasoning_content1 "
+
+
 async def ask(page: Page, question: str) -> None:
     before = await page.evaluate("document.querySelectorAll('.cached').length")
     await page.evaluate(f"document.getElementById('chat-text').value = '{question}'")

@@ -27,11 +27,14 @@ const betweenTokens = new Plot(byId("between-tokens"), {
 });
 const tree = new TreePicture(byId("tree-picture"));
 const replicaOfTree = byId("tree-replica");
-new Chat(headers, () => history.last);
+const modelOfChat = byId("chat-model");
+const chat = new Chat(headers, () => models(history.last).find(({ model }) => model === modelOfChat.value) ?? history.last);
 
 function show(state) {
-  document.title = `${state.model} on Raydix`;
-  byId("model").textContent = state.model;
+  const names = models(state).map(({ model }) => model);
+  byId("model").textContent = names.join(", ") || state.model;
+  document.title = `${byId("model").textContent} on Raydix`;
+  offer(modelOfChat, names, names);
   history.add(state);
   const running = total(state, "running");
   byId("running").textContent = count(running);
@@ -55,21 +58,31 @@ function show(state) {
 }
 
 function showTree(replicas) {
-  const chosen = Math.max(0, replicas.findIndex((replica) => replica.name === replicaOfTree.value));
-  if (replicas.map((replica) => replica.name).join() !== [...replicaOfTree.options].map((option) => option.value).join()) {
-    replicaOfTree.replaceChildren(
-      ...replicas.map((replica, index) => element("option", { value: replica.name, text: titleOf(replicas, index) })),
-    );
-    replicaOfTree.selectedIndex = replicas.length ? chosen : -1;
-  }
-  replicaOfTree.hidden = replicas.length < 2;
-  const replica = replicas[chosen];
+  offer(replicaOfTree, replicas.map(({ name }) => name), replicas.map((_, index) => titleOf(replicas, index)));
+  const replica = replicas[replicaOfTree.selectedIndex];
   tree.update(replica?.tree ?? []);
   byId("tree-most").textContent = tree.most ? `0 to ${count(tree.most)} hits` : "no hits";
   const metrics = replica?.metrics;
   const shown = (replica?.tree ?? []).reduce((sum, [, tokens]) => sum + tokens, 0);
   const cached = metrics ? metrics.cached_pages * replica.settings.page_size : 0;
   byId("tree-size").textContent = metrics ? `${count(cached)} tokens${shown < cached ? `, ${count(shown)} shown` : ""}` : "";
+}
+
+// Every model that some replica serves: {model, max_seq_len}
+function models(state) {
+  const settings = state.replicas.map((replica) => replica.settings);
+  const found = new Map(settings.map(({ served_model_name: model, max_seq_len }) => [model, { model, max_seq_len }]));
+  return [...found.values()].sort((one, other) => one.model.localeCompare(other.model));
+}
+
+// The options of a select; what was chosen stays chosen while it is there.
+function offer(select, values, texts) {
+  const chosen = Math.max(0, values.indexOf(select.value));
+  if (values.join() !== [...select.options].map((option) => option.value).join()) {
+    select.replaceChildren(...values.map((value, index) => element("option", { value, text: texts[index] })));
+    select.selectedIndex = values.length ? chosen : -1;
+  }
+  select.hidden = values.length < 2;
 }
 
 function total(state, name) {
@@ -104,6 +117,7 @@ byId("key-form").addEventListener("submit", (event) => {
   sessionStorage.setItem("raydix-key", key);
   poll();
 });
+modelOfChat.addEventListener("change", () => chat.clear());
 replicaOfTree.addEventListener("change", () => showTree(history.last.replicas));
 
 const root = document.documentElement;

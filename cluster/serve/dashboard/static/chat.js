@@ -40,13 +40,14 @@ export class Chat {
     this.text.value = "";
     this.show(element("div", { class: "message user", text: question }));
     const answer = element("div", { class: "message" }), words = element("span", { text: "…" });
-    answer.append(words);
+    const thoughts = element("div", { class: "thoughts", hidden: "" });
+    answer.append(thoughts, words);
     this.show(answer);
     this.running = new AbortController();
     this.send.textContent = "Stop";
-    const measured = { began: performance.now(), first: null, last: null, usage: null, text: "" };
+    const measured = { began: performance.now(), first: null, last: null, usage: null, text: "", thoughts: "" };
     try {
-      await this.stream(messages, measured, words, this.running.signal);
+      await this.stream(messages, measured, { thoughts, words }, this.running.signal);
       messages.push({ role: "assistant", content: measured.text });
       if (measured.usage) {
         this.tokens = measured.usage.total_tokens;
@@ -67,7 +68,7 @@ export class Chat {
     this.scroll();
   }
 
-  async stream(messages, measured, words, signal) {
+  async stream(messages, measured, { thoughts, words }, signal) {
     const { model, max_seq_len: context } = this.served();
     const body = { model, messages, stream: true, stream_options: { include_usage: true } };
     const limit = Math.min(1024, Math.floor(context / 4)); // leaves room for more turns; the last ones take what is left
@@ -78,15 +79,18 @@ export class Chat {
     for await (const event of events(response.body)) {
       if (event.error) throw new Error(event.error.message);
       measured.usage = event.usage ?? measured.usage;
-      const text = event.choices?.[0]?.delta?.content;
-      if (!text) continue;
+      const { content, reasoning_content: thought } = event.choices?.[0]?.delta ?? {};
+      if (!content && !thought) continue;
       measured.last = performance.now();
       measured.first ??= measured.last;
-      measured.text += text;
-      words.textContent = measured.text;
+      if (thought) {
+        thoughts.hidden = false;
+        thoughts.textContent = measured.thoughts += thought;
+      }
+      if (content) words.textContent = measured.text += content;
       this.scroll();
     }
-    if (!measured.text) words.textContent = "(an empty answer)";
+    if (!measured.text) words.textContent = measured.thoughts ? "(no answer after its thoughts)" : "(an empty answer)";
   }
 
   show(message) {
