@@ -8,6 +8,7 @@ up after `slow_reader_timeout`. Ray decides between them by its environment when
 from __future__ import annotations
 
 import os
+import socket
 import sys
 
 from cluster.errors import ConfigError
@@ -15,6 +16,8 @@ from cluster.errors import ConfigError
 FRONTS = ("proxy", "haproxy")
 ALL_INTERFACES = "0.0.0.0"
 _HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
+# Where HAProxy shows its own state, whatever port it serves: a second one on this machine would not start.
+_OWN_PORTS = {"RAY_SERVE_HAPROXY_METRICS_PORT": 9101, "RAY_SERVE_HAPROXY_STATS_PORT": 8404}
 # One event loop for our code, Serve's and its router: the fastest of the combinations behind HAProxy.
 _ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
 
@@ -40,7 +43,19 @@ def prepare(front: str, host: str, ray_address: str) -> None:
         )
     if "ray.serve" in sys.modules:
         raise ConfigError("--front haproxy: Ray Serve is in use in this process already")
-    os.environ.update(_HAPROXY)
+    own_ports = {name: str(free_port(port)) for name, port in _OWN_PORTS.items() if name not in os.environ}
+    os.environ.update(_HAPROXY | own_ports)
     import ray.serve  # reads its switches now: this process has no event loop that its routers could share  # noqa: F401
 
     os.environ.update(_ONE_LOOP)
+
+
+def free_port(wanted: int) -> int:
+    """This TCP port if nothing listens on it, another otherwise."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((ALL_INTERFACES, wanted))
+        except OSError:
+            probe.bind((ALL_INTERFACES, 0))
+        return probe.getsockname()[1]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 
 import pytest
 
 from cluster.errors import ConfigError
-from cluster.front import prepare
+from cluster.front import free_port, prepare
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,11 @@ def test_serve_sees_the_switches() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == ["True", "True", "0"]
+
+
+def test_a_port_that_is_taken_is_left_to_its_owner() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        other = free_port(port)
+        assert other not in (0, port)
+    assert free_port(port) == port
