@@ -100,17 +100,25 @@ async def test_in_a_browser(server: Server, tmp_path: Path, width: int, height: 
         assert unauthorized == []
 
 
-REASONING = """
+TWO_THAT_REASON = """
 const events = ["reasoning_content", "reasoning_content", "content"].map((part, number) =>
   "data: " + JSON.stringify({choices: [{delta: {[part]: part + number + " "}}]}) + "\\n\\n");
-const answered = window.fetch;
-window.fetch = (url, options) => String(url).endsWith("completions")
-  ? Promise.resolve(new Response(events.join("") + "data: [DONE]\\n\\n")) : answered(url, options);
+const fetched = window.fetch;
+window.fetch = async (url, options) => {
+  if (String(url).endsWith("completions")) {
+    window.asked = JSON.parse(options.body).model;
+    return new Response(events.join("") + "data: [DONE]\\n\\n");
+  }
+  const state = await (await fetched(url, options)).json();
+  const [replica] = state.replicas, settings = {...replica.settings, served_model_name: "zwei"};
+  state.replicas.push({...replica, name: "another", settings});
+  return new Response(JSON.stringify(state));
+};
 """
 
 
 @pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed")
-async def test_thoughts_are_shown_apart(server: Server) -> None:
+async def test_a_chat_with_one_of_two_models_that_reasons(server: Server) -> None:
     async with chromium() as page:
         await page.open(f"{server.url}/dashboard", 1280, 800)
         await page.until("!document.getElementById('key-form').hidden", 30)
@@ -118,12 +126,18 @@ async def test_thoughts_are_shown_apart(server: Server) -> None:
         await page.evaluate("document.getElementById('key-form').requestSubmit()")
         await page.until("document.getElementById('status').dataset.state == 'good'", 30)
         assert await page.evaluate("document.getElementById('chat-model').hidden")  # there is one model
-        await page.evaluate(REASONING)
-        await page.evaluate("document.getElementById('chat-text').value = 'Why?'")
-        await page.evaluate("document.getElementById('chat-form').requestSubmit()")
-        await page.until("document.querySelector('.message:not(.user) > span')?.textContent == 'content2 '", 30)
-        thoughts = await page.evaluate("document.querySelector('.thoughts').textContent")
-        assert thoughts == "reasoning_content0 reasoning_content1 "
+        await page.evaluate(TWO_THAT_REASON)
+        await page.until("!document.getElementById('chat-model').hidden", 30)
+        assert await page.evaluate("document.getElementById('model').textContent") == f"{MODEL}, zwei"
+        for model in (MODEL, "zwei"):
+            await page.evaluate(f"document.getElementById('chat-model').value = '{model}'")
+            await page.evaluate("document.getElementById('chat-model').dispatchEvent(new Event('change'))")
+            await page.evaluate("document.getElementById('chat-text').value = 'Why?'")
+            await page.evaluate("document.getElementById('chat-form').requestSubmit()")
+            await page.until("document.querySelector('.message:not(.user) > span')?.textContent == 'content2 '", 30)
+            thoughts = await page.evaluate("document.querySelector('.thoughts').textContent")
+            assert thoughts == "reasoning_content0 reasoning_content1 "
+            assert await page.evaluate("window.asked") == model
 
 
 async def ask(page: Page, question: str) -> None:
