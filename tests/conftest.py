@@ -13,6 +13,10 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--repetitions", type=int, help="of each failure in tests/chaos; default: a few")
+
+
 @pytest.fixture(scope="session")
 def private_ray() -> Iterator[None]:
     """Ray in this process, with more CPUs than the machine has: ranks of tiny models may share cores."""

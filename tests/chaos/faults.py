@@ -48,7 +48,7 @@ class FaultyRunner:
 
 @dataclass(frozen=True)
 class FailOnce:
-    """The `step`th step of `rank` goes wrong, in the first group that gets there. `mark`: a file to remember it by."""
+    """The `step`th step of `rank`, or a later one, goes wrong once; once more when the file `mark` is removed."""
 
     mark: Path
     rank: int
@@ -57,12 +57,12 @@ class FailOnce:
 
     def __call__(self, spec: RankSpec, startup: Startup) -> tuple[Runner, Callable[[], None]]:
         runner, barrier = make_model_runner(spec, startup)
-        if spec.worker.tp_rank != self.rank or self.mark.exists():
+        if spec.worker.tp_rank != self.rank:
             return runner, barrier
         steps = iter(range(1, 1 << 30))
 
         def before_step(plan: StepPlan) -> None:
-            if next(steps) == self.step:
+            if next(steps) >= self.step and not self.mark.exists():
                 self.mark.touch()
                 go_wrong(self.how)
 

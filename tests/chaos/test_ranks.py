@@ -83,10 +83,11 @@ def show(record_property, title: str, pauses: list[Pause], cold: ColdStart) -> N
 
 
 @pytest.mark.usefixtures("soon_spares")
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.full_grid)])
+@pytest.mark.timeout(2400)
 def test_kill_9_of_a_random_rank_again_and_again(
-    tiny_llama: Path, expected: list[list[int]], kills: int, record_property
+    tiny_llama: Path, expected: list[list[int]], pytestconfig: pytest.Config, record_property
 ) -> None:
+    kills = pytestconfig.option.repetitions or 3
     with running(Load(tiny_llama)) as load:
         pauses, cold = disturb(load, signal.SIGKILL, kills, random.Random(kills))
         load.drain()
@@ -98,10 +99,11 @@ def test_kill_9_of_a_random_rank_again_and_again(
 
 
 @pytest.mark.usefixtures("soon_spares")
-@pytest.mark.parametrize("stops", [2, pytest.param(20, marks=pytest.mark.full_grid)])
+@pytest.mark.timeout(2400)
 def test_a_stopped_rank_is_found_by_the_watchdog(
-    tiny_llama: Path, expected: list[list[int]], stops: int, record_property
+    tiny_llama: Path, expected: list[list[int]], pytestconfig: pytest.Config, record_property
 ) -> None:
+    stops = pytestconfig.option.repetitions or 2
     with running(Load(tiny_llama, step_timeout=3.0)) as load:
         pauses, cold = disturb(load, signal.SIGSTOP, stops, random.Random(stops))
         load.drain()
@@ -111,27 +113,44 @@ def test_a_stopped_rank_is_found_by_the_watchdog(
 
 @pytest.mark.parametrize(("rank", "how"), [(0, "raise"), (1, "raise"), (1, "die")])
 def test_a_step_that_goes_wrong_on_one_rank(
-    tiny_llama: Path, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, how: str
+    tiny_llama: Path,
+    expected: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pytestconfig: pytest.Config,
+    rank: int,
+    how: str,
 ) -> None:
-    use_runner(monkeypatch, FailOnce(tmp_path / "failed", rank, step=40, how=how))
+    mark, times = tmp_path / "failed", pytestconfig.option.repetitions or 1
+    use_runner(monkeypatch, FailOnce(mark, rank, step=40, how=how))
     with running(Load(tiny_llama)) as load:
-        assert load.run_once() == expected
-        (recovery,) = load.engine.last_recoveries
-        assert recovery.starts == 1
-        assert how == "die" or f"rank {rank} " in recovery.cause  # a survivor may be heard first
-        assert how == "die" or "RuntimeError: forward failed" in recovery.cause
+        for _ in range(times):
+            mark.unlink(missing_ok=True)
+            assert load.run_once() == expected
+        recoveries = load.engine.last_recoveries
+        assert len(recoveries) == times
+        for recovery in recoveries:
+            assert recovery.starts == 1
+            assert how == "die" or f"rank {rank} " in recovery.cause  # a survivor may be heard first
+            assert how == "die" or "RuntimeError: forward failed" in recovery.cause
 
 
-def test_a_broken_process_group(tiny_llama: Path, expected: list[list[int]]) -> None:
+def test_a_broken_process_group(tiny_llama: Path, expected: list[list[int]], pytestconfig: pytest.Config) -> None:
+    times = pytestconfig.option.repetitions or 1
     with running(Load(tiny_llama)) as load:
         load.start()
-        load.wait_for_tokens_everywhere(0.0)
-        pids = [rank.pid for rank in load.engine.info.ranks]
-        assert break_connections_between(*pids) > 0
-        wait_until(lambda: load.failures or load.engine.last_recoveries)
+        since = 0.0
+        for done in range(times):
+            load.wait_for_tokens_everywhere(since)
+            pids = [rank.pid for rank in load.engine.info.ranks]
+            assert break_connections_between(*pids) > 0
+            wait_until(lambda done=done: load.failures or load.engine.metrics()["recoveries"] > done)
+            assert not load.failures, load.failures
+            since = load.engine.last_recoveries[-1].ready
         load.drain()
         load.check(expected)
-        assert "failed in phase 'serving'" in load.engine.last_recoveries[0].cause
+        for recovery in load.engine.last_recoveries:
+            assert "failed in phase 'serving'" in recovery.cause
 
 
 def test_a_rank_that_dies_while_it_starts_again_is_one_more_attempt(
@@ -231,14 +250,16 @@ def test_llm_generate_survives_a_kill(tiny_llama: Path) -> None:
 
 @pytest.mark.full_grid
 @pytest.mark.timeout(2400)
-def test_smollm2_at_tp_3(record_property) -> None:
+@pytest.mark.parametrize("tp_size", [3, 1])
+@pytest.mark.usefixtures("soon_spares")
+def test_smollm2(tp_size: int, pytestconfig: pytest.Config, record_property) -> None:
     """A difference from the undisturbed run counts only where the two tokens' scores are no tie."""
-    path = resolve_model(None)
-    with running(Load(path, lengths=(24, 48), tp_size=3, page_size=16, num_pages=512)) as load:
+    path, kills = resolve_model(None), pytestconfig.option.repetitions or 20
+    config = {"lengths": (24, 48), "tp_size": tp_size, "page_size": 16, "num_pages": 512}
+    with running(Load(path, **config)) as load:
         expected = load.run_once()
-        pauses, cold = disturb(load, signal.SIGKILL, 20, random.Random(3))
+        pauses, cold = disturb(load, signal.SIGKILL, kills, random.Random(3))
         load.drain()
-        reference = load_reference(path)
-        streams = load.check(expected, partial(score_gap, reference))
-        assert load.engine.metrics()["recoveries"] == 20
-    show(record_property, f"SmolLM2, TP 3, kill -9, {streams} streams, {load.ties} ties", pauses, cold)
+        count = load.check(expected, partial(score_gap, load_reference(path)))
+        assert load.engine.metrics()["recoveries"] == kills
+    show(record_property, f"SmolLM2, TP {tp_size}, kill -9, {count} streams, {load.ties} ties", pauses, cold)

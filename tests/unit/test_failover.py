@@ -164,3 +164,23 @@ async def test_a_broken_connection_makes_nobody_suspect_but_not_for_ever() -> No
         await engine.until(lambda: engine.running == [stream])
         await engine.lose(Loss.CONNECTION)
     assert isinstance(stream.error, TransportError)
+
+
+async def test_with_two_ingresses_a_request_that_kills_the_engine_runs_four_times_at_most() -> None:
+    """Each judges its own streams; those beside the poison at its ingress all get on."""
+    one, other = Engine(), Engine()
+    streams, elsewhere = one.open(4), other.open(4)
+    poison, runs = streams[2], 0
+    for _ in range(2000):
+        if poison in one.running:
+            runs += 1
+            await asyncio.gather(one.lose(), other.lose())
+        for stream in [*one.running, *other.running]:
+            stream.get_on(1)
+        if poison.error and not one.failover.active and not other.failover.active:
+            break
+        await asyncio.sleep(0.002)
+    assert runs in (3, 4)  # one that was cleared may still run beside it
+    assert isinstance(poison.error, PoisonRequestError)
+    assert not any(stream.error for stream in streams if stream is not poison)
+    assert sum(stream.error is not None for stream in elsewhere) <= 1
