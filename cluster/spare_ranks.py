@@ -68,9 +68,11 @@ class SpareRanks:
         if not self._actors:
             return None
         timeline.enter("actors")
+        asked = [actor.whereabouts.remote() for actor in self._actors]  # now: they may have died since they prepared
         try:
-            places = find_actors(self.placement, self._prepared, deadline, check)
-        except StartupError as error:
+            places = find_actors(self.placement, asked, deadline, check)
+            ray.get(self._prepared)
+        except (StartupError, ray.exceptions.RayError) as error:
             logger.warning("the spare ranks cannot be used: %s", error)
             return None
         if places is None:

@@ -92,6 +92,7 @@ def test_where_a_spare_is_of_no_use_everything_starts_anew(broken: str) -> None:
         if spares:
             os.kill(max(spares), signal.SIGKILL)
         kill(running, 0)
+        assert running.driver.last_recoveries[-1].starts == 1
         assert not {place.pid for place in running.group.info.ranks} & spares
         assert not placement_groups() & places
         until(lambda: not any(psutil.pid_exists(pid) for pid in spares))
