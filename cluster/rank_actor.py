@@ -33,7 +33,7 @@ class RankActor:
 
     def prepare(self, modules: tuple[str, ...], cards: tuple[str, ...]) -> Whereabouts:
         """Import what a run will need; nothing of `cards` is used yet."""
-        _show_cards(cards)  # before anything asks CUDA: Ray hides all cards from an actor without a share of one
+        _show_cards(cards)  # before anything asks CUDA: Ray chooses none for an actor without a share of a card
         for module in modules:
             importlib.import_module(module)
         return self.whereabouts()

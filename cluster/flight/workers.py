@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from cluster import ray_runtime
 from cluster.config import EngineConfig
@@ -26,7 +27,8 @@ def fresh_workers(config: EngineConfig, progress: Progress) -> Iterator[WorkerGr
     path = resolve_model(config.model, progress, config.cache_dir, config.load_format == "dummy")
     runtime = ray_runtime.connect(config.ray_address, config.tp_size) if config.tp_size > 1 else None
     try:
-        settings = group_config(config, path, config.device, runtime is not None and runtime.may_grow)
+        may_grow = runtime is not None and runtime.may_grow
+        settings = replace(group_config(config, path, config.device, may_grow), spare_modules=None)
         fake = FakeRunner(settings.worker) if config.device == "fake" else None
         group = WorkerGroup(settings) if runtime else InprocGroup(settings.worker, fake)
         try:
