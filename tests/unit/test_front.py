@@ -31,10 +31,10 @@ def test_serve_sees_the_switches() -> None:
         "import os\n"
         "from ray.serve._private import constants as c\n"
         "print(c.RAY_SERVE_ENABLE_HA_PROXY, c.RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP,"
-        " os.environ['RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP'])"
+        " os.environ['RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP'], c.RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split() == ["True", "True", "0"]
+    assert done.stdout.split() == ["True", "True", "0", "3.0"]
 
 
 def test_a_port_that_is_taken_is_left_to_its_owner() -> None:
