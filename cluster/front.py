@@ -16,8 +16,8 @@ from cluster.errors import ConfigError
 FRONTS = ("proxy", "haproxy")
 ALL_INTERFACES = "0.0.0.0"
 _HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
-# Seconds that an ingress which ends stays reachable: half a second until HAProxy knows. The default is for load balancers
-# of clouds, and makes every stop take as long (30 s).
+# Seconds that an ingress which ends stays reachable: HAProxy needs half a second to know. The default, 30 s, is for the
+# load balancers of clouds, and every stop took as long.
 _DRAINING = {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3"}
 # Where HAProxy shows its own state, whatever port it serves: a second one on this machine would not start.
 _OWN_PORTS = {"RAY_SERVE_HAPROXY_METRICS_PORT": 9101, "RAY_SERVE_HAPROXY_STATS_PORT": 8404}
