@@ -13,7 +13,7 @@ import pytest
 
 @pytest.mark.full_grid
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize(("what", "cycles"), [("engines", 50), ("rays", 12)])
+@pytest.mark.parametrize(("what", "cycles"), [("engines", 50), ("rays", 8)])
 def test_starts_and_stops_leave_nothing_behind(tiny_llama: Path, what: str, cycles: int) -> None:
     """Within one Ray nothing at all; with a Ray each, no more than plain `ray.init(); ray.shutdown()` leave."""
     with tempfile.TemporaryDirectory(prefix="cycles-", dir="/tmp") as temporary:  # short: sockets lie in it
