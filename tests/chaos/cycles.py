@@ -23,6 +23,7 @@ from tests.chaos.load import CONFIG
 
 SETTLED = 3  # cycles, until what is made once per process has been made
 STORE = 128 << 20
+SLACK = 2  # of what Ray leaves, more or less; one of ours in each cycle would be more
 EXPECTED: list[list[list[int]]] = []
 
 
@@ -37,7 +38,7 @@ def rays(model: str, cycles: int) -> None:
     plain = growth(repeat(cycles, start_ray))
     ours = growth(repeat(cycles, lambda: use_engine(model, "local")))
     print(f"left by {cycles - SETTLED} cycles of a plain Ray: {plain}; of an engine with its own: {ours}")
-    assert all(ours[name] <= plain[name] for name in ours)
+    assert all(ours[name] <= plain[name] + SLACK for name in ours)
 
 
 def start_ray() -> None:
