@@ -187,7 +187,8 @@ class ColdStart:
         seconds = load.engine.info.startup_seconds
         first = {}
         for stream in load.streams.values():
-            first.setdefault(stream.number, stream.times[0] if stream.times else 0.0)
+            if stream.times and stream.times[0] > began:
+                first.setdefault(stream.number, stream.times[0])
         return cls(sum(seconds.get(phase, 0.0) for phase in _GROUP), max(first.values()) - began)
 
 
