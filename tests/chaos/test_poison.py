@@ -7,7 +7,6 @@ collectives rank 0 does not notice when rank 1 is broken, so it is rank 0 that b
 from __future__ import annotations
 
 import queue
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -122,9 +121,7 @@ def test_two_poison_requests_at_once(expected: dict[int, list[int]]) -> None:
 def test_ranks_that_fail_whatever_runs_end_with_one_error_within_the_budget() -> None:
     with service(Poison((*NEIGHBOURS,), 0, inner=Faults()), starts=3) as running:
         submit_neighbours(running)
-        began = time.monotonic()
         error = running.failure(240)
         assert isinstance(error, EngineDeadError)
         assert "RuntimeError: forward failed; given up after 3 starts within 600 s" in str(error)
         assert running.driver.recoveries == 3
-        assert time.monotonic() - began < 240

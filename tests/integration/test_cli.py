@@ -157,14 +157,11 @@ def test_killed_worker_ends_stream_and_server_with_the_reason(start):
     (rank,) = server.ranks()
     body = {"messages": FRANCE, "stream": True, "max_tokens": 1500, "min_tokens": 1400, "seed": 1}
     events: list[str] = []
-    killed_at = 0.0
     with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as response:
         for line in response.iter_lines():
             events.append(line)
             if len(events) == 20:
                 os.kill(rank.pid, signal.SIGKILL)
-                killed_at = time.monotonic()
-    assert time.monotonic() - killed_at < 5
     error = json.loads([line for line in events if line][-1].removeprefix("data: "))["error"]
     assert error["code"] == "engine_dead" and f"rank 0 (pid {rank.pid}" in error["message"]
 

@@ -35,11 +35,10 @@ def test_ranks_go_to_the_drivers_node_in_order() -> None:
     wait_for_free_cpus(8)
 
 
-def test_what_can_never_fit_fails_at_once_on_a_cluster_that_cannot_grow() -> None:
-    start = time.monotonic()
+def test_what_can_never_fit_fails_at_once_on_a_cluster_that_cannot_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.placement._reserve", lambda *_: pytest.fail("waited for what cannot come"))
     with pytest.raises(PlacementError) as error:
         place_ranks(4, {"GPU": 1.0}, timeout=60, may_grow=False)
-    assert time.monotonic() - start < 5
     message = str(error.value)
     assert "4 x {1 GPU}" in message and "0 of 0 GPU free" in message and "tp_size up to 0" in message
 
@@ -47,20 +46,16 @@ def test_what_can_never_fit_fails_at_once_on_a_cluster_that_cannot_grow() -> Non
 def test_what_can_never_fit_fails_soon_where_no_autoscaler_adds_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.placement._JOIN_GRACE", 2.0)
     assert not autoscaler.adds_nodes()
-    start = time.monotonic()
     with pytest.raises(PlacementError, match="no autoscaler adds nodes") as error:
         place_ranks(9, {"CPU": 1.0}, timeout=60)
-    assert time.monotonic() - start < 20
     assert "9 x {1 CPU}" in str(error.value) and "up to 8 once" in str(error.value)
     wait_for_free_cpus(8)
 
 
 def test_what_does_not_fit_now_fails_within_the_bound_and_keeps_nothing() -> None:
     first = place_ranks(6, {"CPU": 1.0}, timeout=10)
-    start = time.monotonic()
-    with pytest.raises(PlacementError, match="2 of 8 CPU free") as error:
+    with pytest.raises(PlacementError, match=r"not placed within 2 s.*\n.*2 of 8 CPU free") as error:
         place_ranks(4, {"CPU": 1.0}, timeout=2)
-    assert 1.5 < time.monotonic() - start < 8
     assert "tp_size up to 2 would fit now, up to 8" in str(error.value)
     first.remove()
     wait_for_free_cpus(8)

@@ -65,10 +65,8 @@ def test_frames_go_both_ways_and_are_not_changed(driver: DriverTransport) -> Non
 
 def test_wake_ends_a_poll_from_another_thread(driver: DriverTransport) -> None:
     timer = threading.Timer(0.1, driver.wake)
-    start = time.monotonic()
     timer.start()
-    assert driver.poll(20.0) == []
-    assert time.monotonic() - start < 5.0
+    assert driver.poll(600.0) == []  # the test's own timeout comes long before
 
 
 def test_sending_to_a_rank_that_is_not_there_fails_at_once(driver: DriverTransport) -> None:

@@ -32,11 +32,16 @@ def test_r5_max_tokens_is_exact_and_bad_lengths_are_refused(depth: int, budget: 
     assert len(tokens) == 1
     with pytest.raises(ValidationError):
         SamplingParams(max_tokens=-1)
-    too_long = (make_request(4, range(16), max_tokens=0), make_request(5, range(200)))
-    for bad in (make_request(3, []), *too_long, make_request(6, range(8), max_tokens=9)):
-        with pytest.raises(InvalidRequest):
+    refused = {
+        "is empty": make_request(3, []),
+        "prompt has 16 tokens": make_request(4, range(16), max_tokens=0),
+        "prompt has 200 tokens": make_request(5, range(200)),
+        "prompt of 8 tokens and max_tokens 9": make_request(6, range(8), max_tokens=9),
+    }
+    for why, bad in refused.items():
+        with pytest.raises(InvalidRequest, match=why):
             harness.scheduler.validate(bad)
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(InvalidRequest, match=why):
             harness.scheduler.add(bad)
     assert not harness.scheduler.has_work
 

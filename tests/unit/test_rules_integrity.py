@@ -66,3 +66,19 @@ def test_r10_the_checker_finds_every_kind_of_wrong_page(damage: Callable[[Harnes
 def test_r10_holds_after_every_step_of_a_busy_run() -> None:
     """Every page in one place at every moment (the harness asks the checker after every event)."""
     assert busy_run() != busy_run("fair_share")
+
+
+def test_r10_a_page_that_a_twin_made_superfluous_comes_back() -> None:
+    """A prompt stops inside its first page, its twin of higher priority goes first and fills one: the first prompt goes
+    on from the twin's, and its own waits in quarantine."""
+    harness = Harness(make_config(page_size=4, max_step_tokens=3, policy="priority"))
+    harness.add(make_request(1, range(10, 22)))
+    harness.plan()
+    harness.add(make_request(2, range(10, 22), request_priority=1))
+    quarantined = 0
+    while harness.scheduler.has_work:
+        harness.plan()
+        quarantined = max(quarantined, harness.scheduler.cache.quarantined_pages)
+        harness.deliver()
+    assert quarantined == 1
+    harness.finish()
