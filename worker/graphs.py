@@ -21,7 +21,7 @@ from scheduler.step import StepPlan
 from worker.device import Device
 from worker.models.base import CausalLM
 from worker.sampling import Sampler, SamplingMode
-from worker.step_input import StepInput, hot_views, hot_words, sample_targets
+from worker.step_input import StepInput, hot_views, hot_words
 from worker.token_pool import TokenPool
 
 GREEDY = SamplingMode(noisy=False, num_filtered=0, wide=False, wide_k=False, suppress=False)
@@ -87,7 +87,7 @@ class DecodeGraphs:
         captured.forward.replay()
         raw = None
         if mode.extras is not None:
-            rows, _ = sample_targets(hot_views(self._buffer, size, size), plan.num_samples)
+            rows = hot_views(self._buffer, size, size).rows[: plan.num_samples].long()
             raw = self._sampler.take_raw(self._logits[: plan.num_samples], rows, mode)
         if mode.is_plain:
             (captured.noisy if mode.noisy else captured.greedy).replay()
@@ -120,11 +120,11 @@ class DecodeGraphs:
 
     def _forward(self, size: int) -> None:
         batch = self._input.decode_batch(hot_views(self._buffer, size, size), self._max_seq_len)
-        hidden = self._model(batch)
-        self._model.compute_logits(hidden[batch.sample_index], out=self._logits[:size])
+        self._model.compute_logits(self._model(batch), out=self._logits[:size])
 
     def _sample(self, size: int, num_samples: int, mode: SamplingMode) -> None:
-        rows, positions = sample_targets(hot_views(self._buffer, size, size), num_samples)
+        hot = hot_views(self._buffer, size, size)
+        rows, positions = hot.rows[:num_samples].long(), hot.device_len[:num_samples].long()
         tokens = self._sampler.sample(self._logits[:num_samples], rows, positions, mode)
         self._token_pool.scatter(rows, positions, tokens)
         self._tokens[:num_samples].copy_(tokens)
@@ -134,5 +134,4 @@ class DecodeGraphs:
         hot.rows.fill_(dummy_row)
         hot.cached_len.fill_(0)
         hot.device_len.fill_(1)
-        hot.sample.copy_(torch.arange(size, dtype=torch.int32, device=self._buffer.device))
         hot.out_loc.fill_(dummy_slot)

@@ -150,22 +150,23 @@ class StepInput:
         )
 
     def decode_batch(self, hot: HotViews, max_seq_len: int) -> Batch:
-        """All padded entries of a decode-only plan, from views at fixed addresses: for capture into a graph.
+        """All padded entries of a decode-only plan, from views at fixed addresses: for capture into a graph. Each is
+        sampled, in batch order.
 
         The host lengths are unknown when a graph is captured: `max_decode_len` is the largest possible one and the
         host arrays are None.
         """
         count = len(hot.rows)
-        positions = hot.cached_len.long()
+        input_ids, positions, out_loc = self._token_pool.decode_inputs(hot.rows, hot.cached_len, hot.out_loc)
         return Batch(
-            input_ids=self._token_pool.gather(hot.rows.long(), positions),
+            input_ids=input_ids,
             positions=positions,
-            out_loc=hot.out_loc.long(),
+            out_loc=out_loc,
             rows=hot.rows,
             cached_len=hot.cached_len,
             device_len=hot.device_len,
             cu_extend=self._arange32[: count + 1],
-            sample_index=hot.sample.long(),
+            sample_index=self._arange[:count],
             num_decode=count,
             max_decode_len=max_seq_len,
             max_prefill_len=0,

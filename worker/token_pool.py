@@ -31,4 +31,20 @@ class TokenPool:
 
     def scatter(self, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
         """Store int32 `tokens` at int64 (rows, positions), and 0 for what is no token: the next step reads them."""
-        self.tokens[rows, positions] = tokens.clamp(min=0)
+        if self.tokens.is_cuda:
+            from worker.kernels.token_pool import scatter_tokens  # triton comes with torch for CUDA only
+
+            scatter_tokens(self.tokens, rows, positions, tokens)
+        else:
+            self.tokens[rows, positions] = tokens.clamp(min=0)
+
+    def decode_inputs(
+        self, rows: torch.Tensor, cached_len: torch.Tensor, out_loc: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Token ids, positions and slots of decode entries, int64[B] each; arguments int32[B], as in a plan."""
+        if self.tokens.is_cuda:
+            from worker.kernels.token_pool import decode_inputs
+
+            return decode_inputs(self.tokens, rows, cached_len, out_loc)
+        positions = cached_len.long()
+        return self.gather(rows.long(), positions), positions, out_loc.long()

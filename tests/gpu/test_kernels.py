@@ -254,3 +254,23 @@ def test_sample_shard(vocab, device):
         best, tokens = sample_shard(logits, 1000, rows, positions, scale, noise, seed_key, noisy=noisy)
         assert tokens[:3].tolist() == [-1] * 3 and tokens[3] >= 1000
         assert best[:3].tolist() == [torch.inf, torch.inf, -torch.inf]
+
+
+def test_decode_inputs_and_scatter(device):
+    from worker.kernels.token_pool import decode_inputs, scatter_tokens
+
+    pool = torch.arange(7 * 30, dtype=torch.int32, device=device).view(7, 30)
+    rows = torch.randint(0, 7, (200,), dtype=torch.int32, device=device)
+    cached = torch.randint(0, 29, (200,), dtype=torch.int32, device=device)
+    slots = torch.randint(0, 2**31 - 1, (200,), dtype=torch.int32, device=device)
+    for count in (1, 3, 200):
+        ids, positions, out_loc = decode_inputs(pool, rows[:count], cached[:count], slots[:count])
+        assert ids.dtype == positions.dtype == out_loc.dtype == torch.int64
+        assert torch.equal(ids, pool[rows[:count].long(), cached[:count].long()].long())
+        assert torch.equal(positions, cached[:count].long()) and torch.equal(out_loc, slots[:count].long())
+    expected = pool.clone()
+    rows, positions = torch.tensor([2, 6, 0], device=device), torch.tensor([29, 0, 7], device=device)
+    new = torch.tensor([5, -1, 9], dtype=torch.int32, device=device)
+    scatter_tokens(pool, rows, positions, new)
+    expected[rows, positions] = torch.tensor([5, 0, 9], dtype=torch.int32, device=device)
+    assert torch.equal(pool, expected)

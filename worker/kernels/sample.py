@@ -19,7 +19,6 @@ _MUL_2 = tl.constexpr(TOKEN_MUL_2)
 _U_SCALE = tl.constexpr(U_SCALE)
 _U_MAX = tl.constexpr(U_MAX)
 _UNUSABLE = tl.constexpr(-1)  # as in `worker.sampling.shard`
-PARTS = 16
 
 
 @triton.jit
@@ -117,13 +116,14 @@ def sample_shard(
         noisy: False when all entries are greedy: a plain arg-max.
     """
     entries, local_vocab = logits.shape
-    values = torch.empty(entries, PARTS, dtype=torch.float32, device=logits.device)
-    indices = torch.empty(entries, PARTS, dtype=torch.int32, device=logits.device)
+    parts = 64 if entries <= 16 else 16  # few rows alone would leave most of the card idle
+    values = torch.empty(entries, parts, dtype=torch.float32, device=logits.device)
+    indices = torch.empty(entries, parts, dtype=torch.int32, device=logits.device)
     best = torch.empty(entries, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(entries, dtype=torch.int32, device=logits.device)
-    _sample_kernel[(entries, PARTS)](
+    _sample_kernel[(entries, parts)](
         logits, rows, positions, scale, noise, seed_key, values, indices, local_vocab, vocab_start,
-        logits.stride(0), NOISY=noisy, PARTS=PARTS, BLOCK=1024, num_warps=4,
+        logits.stride(0), NOISY=noisy, PARTS=parts, BLOCK=1024, num_warps=4,
     )  # fmt: skip
-    _merge_kernel[(entries,)](values, indices, best, tokens, vocab_start, PARTS=PARTS, num_warps=1)
+    _merge_kernel[(entries,)](values, indices, best, tokens, vocab_start, PARTS=parts, num_warps=1)
     return best, tokens
