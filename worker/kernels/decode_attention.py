@@ -17,16 +17,6 @@ from worker.kernels.launch import dependent_launch
 LOG2E = 1.4426950408889634
 
 
-@triton.jit
-def _prefetch(ptr, live, BYTES: tl.constexpr):
-    """Ask for `BYTES` from each live address on in the L2 cache: a hint, so nothing need be written there yet."""
-    for byte in tl.static_range(0, BYTES, 128):
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l,r",
-            [ptr.to(tl.int64) + byte, live.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "len_ptr"])  # slices of a step's arrays start anywhere
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, rows_ptr, len_ptr, part_ptr, stat_ptr, done_ptr,
@@ -36,6 +26,7 @@ def _decode_kernel(
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     head = tl.program_id(0)
     entry = tl.program_id(1)
     split = tl.program_id(2)
@@ -44,19 +35,6 @@ def _decode_kernel(
     blocks_per_split = tl.cdiv(tl.cdiv(length, BLOCK_N), SPLITS)
     first = split * blocks_per_split * BLOCK_N
     last = tl.minimum(length, first + blocks_per_split * BLOCK_N)
-    table = table_ptr + tl.load(rows_ptr + entry).to(tl.int64) * table_stride
-    if PDL:
-        if SPLITS > 1:
-            # Little to do, so latency counts: fetch K and V into the L2 cache while the kernel before still runs.
-            position = first + tl.arange(0, BLOCK_N)
-            live = position < last
-            page_start = tl.load(table + position // PAGE, mask=live, other=0)
-            offset = (page_start // PAGE).to(tl.int64) * page_stride + (position % PAGE) * slot_stride
-            offset += head * head_stride
-            bytes: tl.constexpr = D * k_ptr.dtype.element_ty.primitive_bitwidth // 8
-            _prefetch(k_ptr + offset, live, bytes)
-            _prefetch(v_ptr + offset, live, bytes)
-        tl.extra.cuda.gdc_wait()
     if first >= length:
         return
 
@@ -66,6 +44,7 @@ def _decode_kernel(
     q_head = head * GROUP + group
     q_mask = (group < GROUP)[:, None] & live_dim[None, :]
     q = tl.load(q_ptr + entry.to(tl.int64) * q_stride + q_head[:, None] * D + dim[None, :], mask=q_mask, other=0.0)
+    table = table_ptr + tl.load(rows_ptr + entry).to(tl.int64) * table_stride
 
     best = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
@@ -127,11 +106,12 @@ class DecodeAttention:
         page_size: tokens per page of the pool.
         max_entries: largest number of decode rows in one step.
         num_programs: programs that fill the card a few times over; decides how many splits a batch size gets.
+        max_splits: of one row.
     """
 
     def __init__(
         self, num_q_heads: int, num_kv_heads: int, head_dim: int, page_size: int, max_entries: int,
-        device: torch.device, num_programs: int = 256, max_splits: int = 32,
+        device: torch.device, num_programs: int = 256, max_splits: int = 16,
     ) -> None:  # fmt: skip
         self.num_kv_heads, self.head_dim, self.page_size = num_kv_heads, head_dim, page_size
         self.group = num_q_heads // num_kv_heads
@@ -161,7 +141,10 @@ class DecodeAttention:
         num_entries = q.shape[0]
         splits = self.splits(num_entries)
         # Measured on an H200: wide key blocks while programs are few, narrow ones with two warps once they are many.
+        # Narrow ones for one row alone, too: they leave room for the product behind it, which begins early.
         block_n, warps, stages = (128, 4, 4) if num_entries * self.num_kv_heads * splits < 1024 else (64, 2, 4)
+        if num_entries == 1:
+            block_n, warps = 64, 4
         if q.dtype == torch.float32 or self.dim_pad > 128:
             block_n, stages = 32, 2
         _decode_kernel[(self.num_kv_heads, num_entries, splits)](

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from worker.kernels.launch import dependent_launch
 
-ROWS = (1, 2, 4)
+MAX_WEIGHT = 8 << 20  # elements, for two and four rows: beyond, cuBLAS reads the weight faster
 
 
 @triton.jit
@@ -64,6 +64,11 @@ def _gemv_kernel(
     tl.store(out_ptr + row[:, None] * out_stride + n[None, :], result, mask=live_n[None, :])
 
 
+def suits(rows: int, weight: torch.Tensor) -> bool:
+    """Whether `gemv` is the fastest product of so many rows with `weight`."""
+    return rows == 1 or (rows in (2, 4) and weight.numel() <= MAX_WEIGHT)
+
+
 def gemv(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None,
     gated: bool = False,
@@ -88,9 +93,11 @@ def gemv(
 def _blocks(size_n: int, size_k: int, gated: bool) -> tuple[int, int, int]:
     """Outputs a program (of one row), elements of k a turn, and warps, as measured on an H200."""
     if gated:
-        return (4, 256, 4) if size_k <= 2048 else (2, 1024, 4)
+        return (4, 256, 4) if size_k <= 2048 else (2, 512, 2)
     if size_n <= 2048:  # few outputs want long runs along k
         return 4, 2048, 8
     if size_n <= 4096 and size_k > 2048:
         return 4, 512, 4
-    return (2, 1024, 4) if size_k > 2048 and size_n <= 8192 else (8, 512, 4)
+    if size_n <= 8192:
+        return 2, 1024, 4
+    return (4, 256, 2) if size_k <= 2048 else (8, 512, 4)

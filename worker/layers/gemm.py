@@ -13,8 +13,8 @@ class Gemm:
     """A linear map with fixed weights.
 
     On the CPU, `pack` hands the weight to oneDNN in blocked form: for one to 16 rows that is 2-3 times as fast as
-    `F.linear`, which goes through MKL with a plain weight. On CUDA one to four rows take our matrix-vector kernel.
-    Everything else is `F.linear`.
+    `F.linear`, which goes through MKL with a plain weight. On CUDA one row, and a few with small weights, take our
+    matrix-vector kernel. Everything else is `F.linear`.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -41,9 +41,9 @@ class Gemm:
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
     def _cuda(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        from worker.kernels.gemv import ROWS, gemv  # triton comes with torch for CUDA only
+        from worker.kernels.gemv import gemv, suits  # triton comes with torch for CUDA only
 
-        if x.shape[0] in ROWS:
+        if suits(x.shape[0], self.weight):
             return gemv(x, self.weight, self.bias, out)
         if out is None:
             return F.linear(x, self.weight, self.bias)

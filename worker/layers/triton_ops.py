@@ -9,7 +9,7 @@ import torch
 from worker.batch import Batch
 from worker.kernels import elementwise
 from worker.kernels.gated_gemm import MAX_ROWS, MIN_COLUMNS, gated_gemm
-from worker.kernels.gemv import ROWS, gemv
+from worker.kernels.gemv import gemv, suits
 from worker.layers.linear import ColumnParallelLinear
 from worker.layers.norm import RMSNorm
 from worker.layers.ops import LayerOps
@@ -29,7 +29,7 @@ class TritonOps(LayerOps):
 
     def gated(self, hidden: torch.Tensor, gate_up_proj: ColumnParallelLinear) -> torch.Tensor:
         weight, bias, rows = gate_up_proj.weight, gate_up_proj.bias, len(hidden)
-        if rows in ROWS:
+        if suits(rows, weight):
             return gemv(hidden, weight, bias, gated=True)
         if rows <= MAX_ROWS and weight.shape[0] >= 2 * MIN_COLUMNS:
             return gated_gemm(hidden, weight, bias)
