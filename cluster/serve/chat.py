@@ -14,8 +14,8 @@ from cluster.serve.parsers import reasoning
 from cluster.serve.protocol import ChatCompletionRequest, TokenizeRequest
 from cluster.serve.service import Choice, ChunkWriter, Service, UsageCounter
 from cluster.serve.sse import EventStream, to_json
-from cluster.serve.streams import Delta, ScoredToken
 from cluster.serve.text import ChatRendering
+from cluster.serve.token_stream import Delta, ScoredToken
 from scheduler.structured_outputs import StructuredOutputs
 
 

@@ -10,7 +10,7 @@ from cluster.serve.answers import Completion, CompletionChoice, new_id
 from cluster.serve.protocol import COMPLETION_DEFAULT_MAX_TOKENS, CompletionRequest
 from cluster.serve.service import Choice, ChunkWriter, Service, UsageCounter
 from cluster.serve.sse import EventStream, to_json
-from cluster.serve.streams import Delta, ScoredToken
+from cluster.serve.token_stream import Delta, ScoredToken
 from scheduler.step import LogprobBlock
 
 

@@ -34,8 +34,9 @@ from cluster.serve.fleet import Fleet, Ticket
 from cluster.serve.metrics import IngressMetrics
 from cluster.serve.router import TICKET
 from cluster.serve.step_receiver import StepReceiver
-from cluster.serve.streams import Delta, StreamGroup, StreamTable, TokenStream
+from cluster.serve.streams import StreamGroup, StreamTable
 from cluster.serve.subscriber import Subscriber
+from cluster.serve.token_stream import Delta, TokenStream
 from cluster.tokenizer import Tokenizer
 from scheduler.sampling_params import SamplingParams
 

@@ -10,7 +10,7 @@ from enum import Enum
 
 from cluster.errors import EngineDeadError, PoisonRequestError, RaydixError, TransportError
 from cluster.recovery import FIRST_DELAY, Suspects
-from cluster.serve.streams import TokenStream
+from cluster.serve.token_stream import TokenStream
 
 logger = logging.getLogger("ray.serve")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.serve.streams import ScoredToken
+from cluster.serve.token_stream import ScoredToken
 from cluster.tokenizer import Tokenizer
 from scheduler.step import LogprobBlock
 

@@ -17,8 +17,9 @@ from cluster.serve.generation_request import GenerationRequest
 from cluster.serve.logprobs import LogprobWriter
 from cluster.serve.parsers import ToolParser
 from cluster.serve.sse import DONE, EventStream, event, to_json
-from cluster.serve.streams import Delta, ScoredToken, StreamGroup
+from cluster.serve.streams import StreamGroup
 from cluster.serve.text import TextWorker
+from cluster.serve.token_stream import Delta, ScoredToken
 from scheduler.sampling_params import SamplingParams
 from scheduler.step import LogprobBlock
 from scheduler.structured_outputs import StructuredOutputs

@@ -8,7 +8,8 @@ import pytest
 
 from cluster.errors import EngineDeadError
 from cluster.serve.service import event_texts
-from cluster.serve.streams import Delta, StreamGroup, TokenStream
+from cluster.serve.streams import StreamGroup
+from cluster.serve.token_stream import Delta, TokenStream
 
 
 def open_group(choices: int) -> StreamGroup:

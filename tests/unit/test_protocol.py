@@ -12,7 +12,7 @@ from cluster.serve.answers import Usage
 from cluster.serve.errors import ContextLengthError, from_wire, problem_of, to_wire
 from cluster.serve.protocol import ChatCompletionRequest, CompletionRequest
 from cluster.serve.service import ChunkWriter, UsageCounter
-from cluster.serve.streams import Delta
+from cluster.serve.token_stream import Delta
 
 HELLO = [{"role": "user", "content": "hello"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -14,7 +14,8 @@ from cluster.errors import EngineClosedError, EngineError, PoisonRequestError
 from cluster.serve import streams
 from cluster.serve.metrics import IngressMetrics
 from cluster.serve.side_channel import StepMessage
-from cluster.serve.streams import Delta, StreamGroup, StreamTable
+from cluster.serve.streams import StreamGroup, StreamTable
+from cluster.serve.token_stream import Delta
 from scheduler.outputs import FinishReason
 from scheduler.step import LogprobBlock, SampledLogprobs
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -67,16 +66,14 @@ def test_only_the_configured_origin_may_call(http):
 
 
 def test_a_deadline_ends_a_request(server, client):
-    start = time.monotonic()
     with pytest.raises(openai.APIStatusError) as caught:
         tell_story(client, timeout=0.5)
     assert caught.value.status_code == 408
     assert caught.value.code == "request_timeout"
-    assert 0.4 < time.monotonic() - start < 5
-    server.wait_idle(2)
+    server.wait_idle()
     with pytest.raises(openai.APIError, match=r"within its 0\.8 s"):
         list(tell_story(client, stream=True, timeout=0.8))
-    server.wait_idle(2)
+    server.wait_idle()
 
 
 def test_who_reads_nothing_holds_up_nobody(server, client):
@@ -97,44 +94,41 @@ def test_who_reads_nothing_holds_up_nobody(server, client):
 
 
 def test_a_megabyte_of_text_delays_nobody(server, client, http):
+    """While it is tokenized, a stream goes on and other requests are answered."""
     text = "once upon a time " * 60_000
-    gaps, slow_health = [], []
+    chunks, healths = 0, 0
     done = threading.Event()
 
     def read():
-        last = time.monotonic()
+        nonlocal chunks
         with tell_story(client, stream=True) as stream:
             for _ in stream:
-                now = time.monotonic()
-                gaps.append(now - last)
-                last = now
+                chunks += 1
                 if done.is_set():
                     return
 
     def probe():
+        nonlocal healths
         with server.client() as own:
             while not done.wait(0.01):
-                start = time.monotonic()
-                own.get("/health")
-                slow_health.append(time.monotonic() - start)
+                healths += own.get("/health").status_code == 200
 
     with ThreadPoolExecutor(2) as threads:
         try:
             running = [threads.submit(read), threads.submit(probe)]
-            until(lambda: len(gaps) > 20, 20)
-            gaps.clear()
-            slow_health.clear()
-            start = time.monotonic()
-            refused = http.post("/v1/completions", json={"prompt": text})
-            took = time.monotonic() - start
+            until(lambda: chunks > 20, 20)
+            before = chunks, healths
+            tokenized = http.post("/tokenize", json={"prompt": text})
+            meanwhile = chunks - before[0], healths - before[1]
         finally:
             done.set()
         for each in running:
             each.result(20)
+    assert tokenized.json()["count"] > 100_000
+    refused = http.post("/v1/completions", json={"prompt": text})  # too long whatever its tokens are
     assert refused.status_code == 400
     assert refused.json()["error"]["code"] == "context_length_exceeded"
-    assert max(gaps) < max(0.5, took / 2)
-    assert max(slow_health) < max(0.5, took / 2)
+    assert min(meanwhile) > 2  # of each at most the one under way, if the event loop stood still
     server.wait_idle()
 
 
