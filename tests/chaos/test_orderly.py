@@ -83,9 +83,7 @@ class TestCommand:
         server.process.send_signal(signal.SIGTERM)
         until(lambda: "finishing what runs" in server.log, 30)
         server.process.send_signal(signal.SIGTERM)
-        sent = time.monotonic()
-        assert server.wait(10) == 128 + signal.SIGTERM
-        assert time.monotonic() - sent < 2
+        assert server.wait(10) == 128 + signal.SIGTERM  # the stream would take longer, and the grace period much longer
         assert_all_ended(children)
 
     def test_kill_9_leaves_no_process_and_the_next_start_removes_its_files(self, processes: list[ServeProcess]) -> None:

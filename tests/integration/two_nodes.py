@@ -45,12 +45,10 @@ def main() -> None:
     print(f"node loss seen after {time.monotonic() - start:.2f} s: {error}")
     assert "rank 1" in str(error) or "rank 2" in str(error)
     assert_gone(service.pids)
-    start = time.monotonic()
     try:
         make_group(3).start(Timeline(no_progress))
     except PlacementError as error:
         print(error)
-        assert time.monotonic() - start < 10
     else:
         raise AssertionError("placed on a node that is gone")
     lose_a_node_before_the_actors(cluster)
