@@ -19,10 +19,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def private_ray() -> Iterator[None]:
-    """Ray in this process, with more CPUs than the machine has: ranks of tiny models may share cores."""
+    """Ray in this process, with more CPUs than the machine has: ranks of tiny models may share cores.
+
+    Spare ranks come where a test wants them: to start them costs as much as to start the ranks.
+    """
     import ray
     import torch
 
+    from cluster import spare_ranks
+
+    spare_ranks.DELAY = 3600.0
     ray.init(
         address="local",
         num_cpus=8,

@@ -80,7 +80,7 @@ def running_server(**config: Any) -> Iterator[Server]:
     port = free_port()
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(build_openai_app(CONFIG | config), name="test", route_prefix="/")
+        serve.run(build_openai_app(CONFIG | {"spare_ranks": False} | config), name="test", route_prefix="/")
         server = Server(f"http://127.0.0.1:{port}", serve.get_deployment_handle("engine", "test"))
         until(lambda: server.get("/ready").status_code == 200, 60)
         yield server

@@ -37,7 +37,7 @@ class ServeProcess:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         command = [sys.executable, "-c", "import sys; from cluster.cli import main; sys.exit(main())"]
-        command += ["serve", "--port", str(self.port), *SMALL, *flags]
+        command += ["serve", "--port", str(self.port), "--no-spare-ranks", *SMALL, *flags]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
         self._ready = threading.Event()
@@ -122,7 +122,7 @@ def ask(url: str, **body: object) -> dict:
 
 
 def test_serve_three_workers_answers_and_stops_cleanly(start):
-    server = start("--tp-size", "3", "--no-spare-ranks")
+    server = start("--tp-size", "3")
     server.wait_ready()
     assert "served_model_name=" + NAME in server.log and "num_pages=256" in server.log
     assert len(server.ranks()) == 3

@@ -21,7 +21,7 @@ SLACK_SOCKETS = 4  # idle keep-alive connections between the proxy and the repli
 @pytest.mark.full_grid
 @pytest.mark.timeout(1800)
 def test_a_thousand_requests_leave_nothing_behind(private_ray) -> None:
-    with running_server(max_running_requests=32, spare_ranks=False) as server:
+    with running_server(max_running_requests=32) as server:
         asyncio.run(load(server.url, WARM_UP, seed=1))
         server.wait_idle()
         before = processes()
