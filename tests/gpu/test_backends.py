@@ -17,6 +17,9 @@ from scheduler.scheduler import Scheduler
 from tests.checkpoints import load_reference, make_checkpoint
 from tests.gpu.test_runner import LENGTHS, generate
 from tests.references import GreedyJudge
+
+pytest.importorskip("triton", reason="triton is not installed")
+
 from worker.attention import flash_backend
 from worker.config import WorkerConfig
 from worker.kernels.flash_prefill import why_not

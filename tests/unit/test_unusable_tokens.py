@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -77,15 +78,21 @@ def test_weights_with_a_nan_end_the_requests_that_meet_it(tmp_path: Path) -> Non
 
 
 def test_a_prefix_that_was_computed_beside_a_nan_is_not_kept(tmp_path: Path) -> None:
-    """A weight of zero times NaN is NaN: the K/V of tokens before the bad one is bad as well."""
+    """A weight of zero times NaN is NaN: the K/V of tokens before the bad one is bad as well.
+
+    It goes with the request's last step, which returns after the request has ended.
+    """
     path = damaged_checkpoint(tmp_path)
     sizes = {"num_pages": 64, "max_running_requests": 4, "max_step_tokens": 64, "executor": "inproc", "device": "cpu"}
     known, new = list(range(3, 11)), list(range(20, 28))
     prompts = [[*known, 11], [*known, 60], [*known, 12], [*new, 60], [*new, 11]]
     with LLM(str(path), page_size=4, **sizes) as llm:
         sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-        outputs = [llm.generate([prompt], sampling)[0] for prompt in prompts]
-        stats = llm.stats()
+        outputs = []
+        for prompt in prompts:
+            outputs += llm.generate([prompt], sampling)
+            while (stats := llm.stats())["running"]:
+                time.sleep(0.001)
     found = [(output.finish_reason, output.cached_tokens) for output in outputs]
     assert found == [("length", 0), ("error", 8), ("length", 8), ("error", 0), ("length", 0)]
     assert stats["free_pages"] + stats["cached_pages"] == stats["total_pages"]
