@@ -17,6 +17,7 @@ from tests.integration.http_server import running_server, until
 pytestmark = [pytest.mark.usefixtures("private_ray"), pytest.mark.timeout(600)]
 
 
+@pytest.mark.full_grid
 def test_streams_survive_the_kill_of_their_rank(server, expected: list[dict]) -> None:
     before = recoveries(server)
     pid = info(server)["ranks"][0]["pid"]

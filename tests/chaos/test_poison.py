@@ -84,7 +84,12 @@ def expected(private_ray) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize(
     ("tokens", "how"),
-    [(0, "raise"), (12, "raise"), (30, "die"), (5, "hang")],
+    [
+        (0, "raise"),
+        pytest.param(12, "raise", marks=pytest.mark.full_grid),
+        (30, "die"),
+        pytest.param(5, "hang", marks=pytest.mark.full_grid),
+    ],
     ids=["its prompt", "its 12th token", "kills the process", "hangs"],
 )
 def test_the_poison_request_alone_fails_and_15_neighbours_complete(
@@ -106,6 +111,7 @@ def test_the_poison_request_alone_fails_and_15_neighbours_complete(
         outputs.wait_for_ends({200})
 
 
+@pytest.mark.full_grid
 def test_two_poison_requests_at_once(expected: dict[int, list[int]]) -> None:
     with service(Poison(POISON, 0, inner=Faults())) as running:
         outputs = Outputs(running.arrivals)

@@ -87,7 +87,7 @@ def show(record_property, title: str, pauses: list[Pause], cold: ColdStart) -> N
 def test_kill_9_of_a_random_rank_again_and_again(
     tiny_llama: Path, expected: list[list[int]], pytestconfig: pytest.Config, record_property
 ) -> None:
-    kills = pytestconfig.option.repetitions or 3
+    kills = pytestconfig.option.repetitions or 2
     with running(Load(tiny_llama)) as load:
         pauses, cold = disturb(load, signal.SIGKILL, kills, random.Random(kills))
         load.drain()
@@ -103,7 +103,7 @@ def test_kill_9_of_a_random_rank_again_and_again(
 def test_a_stopped_rank_is_found_by_the_watchdog(
     tiny_llama: Path, expected: list[list[int]], pytestconfig: pytest.Config, record_property
 ) -> None:
-    stops = pytestconfig.option.repetitions or 2
+    stops = pytestconfig.option.repetitions or 1
     with running(Load(tiny_llama, step_timeout=3.0)) as load:
         pauses, cold = disturb(load, signal.SIGSTOP, stops, random.Random(stops))
         load.drain()
@@ -111,7 +111,9 @@ def test_a_stopped_rank_is_found_by_the_watchdog(
     show(record_property, "SIGSTOP, step_timeout 3 s", pauses, cold)
 
 
-@pytest.mark.parametrize(("rank", "how"), [(0, "raise"), (1, "raise"), (1, "die")])
+@pytest.mark.parametrize(
+    ("rank", "how"), [(0, "raise"), (1, "die"), pytest.param(1, "raise", marks=pytest.mark.full_grid)]
+)
 def test_a_step_that_goes_wrong_on_one_rank(
     tiny_llama: Path,
     expected: list[list[int]],
@@ -153,6 +155,7 @@ def test_a_broken_process_group(tiny_llama: Path, expected: list[list[int]], pyt
             assert "failed in phase 'serving'" in recovery.cause
 
 
+@pytest.mark.full_grid
 def test_a_rank_that_dies_while_it_starts_again_is_one_more_attempt(
     tiny_llama: Path, expected: list[list[int]]
 ) -> None:
@@ -170,6 +173,7 @@ def test_a_rank_that_dies_while_it_starts_again_is_one_more_attempt(
         load.check(expected)
 
 
+@pytest.mark.full_grid
 def test_while_it_recovers_requests_queue_within_limits_and_questions_are_answered(
     tiny_llama: Path, expected: list[list[int]]
 ) -> None:
@@ -226,6 +230,7 @@ def test_a_group_that_fails_too_often_fails_its_requests_with_one_clear_error(ti
             load.submit(0)
 
 
+@pytest.mark.full_grid
 def test_llm_generate_survives_a_kill(tiny_llama: Path) -> None:
     prompts = [list(range(3, 20)), [7, 8, 9], list(range(40, 90))]
     sampling = [

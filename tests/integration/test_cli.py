@@ -150,6 +150,7 @@ def test_serve_three_workers_answers_and_stops_cleanly(start):
         assert probe.connect_ex(("127.0.0.1", server.port)) != 0
 
 
+@pytest.mark.full_grid
 def test_killed_worker_ends_stream_and_server_with_the_reason(start):
     server = start("--max-recoveries", "0")
     server.wait_ready()
@@ -174,6 +175,7 @@ def test_killed_worker_ends_stream_and_server_with_the_reason(start):
     assert_all_ended(processes)
 
 
+@pytest.mark.full_grid
 def test_interrupt_while_starting(start):
     server = start()
     deadline = time.monotonic() + READY_SECONDS
@@ -209,6 +211,7 @@ def test_generate(tmp_path):
     assert result["config"]["num_pages"] == 256 and result["sampling"]["temperature"] == 0
 
 
+@pytest.mark.full_grid
 def test_bench_throughput(tmp_path):
     out = tmp_path / "out.json"
     command = [

@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.full_grid
 def test_a_sound_and_a_sick_cluster(tmp_path: Path) -> None:
     """In a process of its own: a process can be connected to one Ray only."""
     child = subprocess.run(

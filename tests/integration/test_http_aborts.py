@@ -63,7 +63,7 @@ def test_a_full_queue_is_429_with_retry_after(server):
     server.wait_idle()
 
 
-def test_after_200_requests_with_random_aborts_every_page_is_back(server):
+def test_after_requests_with_random_aborts_every_page_is_back(server):
     rng = random.Random(5)
     total = server.wait_idle()["total_pages"]
 
@@ -96,11 +96,11 @@ def test_after_200_requests_with_random_aborts_every_page_is_back(server):
                 async with limit:
                     return await request(client, number)
 
-            return await asyncio.gather(*(one(number) for number in range(200)))
+            return await asyncio.gather(*(one(number) for number in range(80)))
 
     answers = asyncio.run(everyone())
     left = answers.count(None)
-    assert 20 < left < 180
+    assert 8 < left < 72
     assert not any('"error"' in answer for answer in answers if answer)
     stats = server.wait_idle()
     assert stats["free_pages"] + stats["cached_pages"] == total

@@ -242,7 +242,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("tokens", [400, 1], ids=["serving", "idle"])
+@pytest.mark.parametrize("tokens", [400, pytest.param(1, marks=pytest.mark.full_grid)], ids=["serving", "idle"])
 def test_a_killed_driver_leaves_no_rank_and_no_directory(tokens: int) -> None:
     root = str(Path(__file__).parents[2])
     child = subprocess.Popen(

@@ -52,7 +52,10 @@ class TestGreedy:
         "config",
         [
             {"tp": 1, "cache_type": "radix", "page_size": 16, "max_step_tokens": 512, "overlap_depth": 2},
-            {"tp": 3, "cache_type": "naive", "page_size": 4, "max_step_tokens": 7, "overlap_depth": 1},
+            pytest.param(
+                {"tp": 3, "cache_type": "naive", "page_size": 4, "max_step_tokens": 7, "overlap_depth": 1},
+                marks=pytest.mark.full_grid,
+            ),
         ],
         ids=str,
     )

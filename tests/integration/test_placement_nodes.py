@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.full_grid
 def test_a_group_over_two_nodes() -> None:
     """In a process of its own: a process can be connected to one Ray only."""
     root = Path(__file__).parents[2]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from cluster.bench.serve.paths import OURS, USUAL, compare_paths
 from cluster.config import EngineConfig
 from cluster.progress import no_progress
 
 
+@pytest.mark.full_grid
 def test_both_paths(private_ray):
     config = EngineConfig(device="fake", max_running_requests=8, max_seq_len=256, integrity_interval=1)
     result = compare_paths(config, [3], 8, 1, no_progress)

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ADDRESS = ("--ray-address", "127.0.0.1:1")
 
 
+@pytest.mark.full_grid
 def test_two_replicas_of_a_shipped_file(tmp_path: Path) -> None:
     """In a process of its own: a process can be connected to one Ray only."""
     with socket.socket() as probe:

@@ -25,7 +25,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return {size: make_checkpoint(family, root / family) for size, family in FAMILIES.items()}
 
 
-@pytest.mark.parametrize("tp_size", [2, 4])
+@pytest.mark.parametrize("tp_size", [2, pytest.param(4, marks=pytest.mark.full_grid)])
 def test_tokens_agree_with_transformers_and_with_one_rank(
     checkpoints: dict[int, Path], setting: Setting, tp_size: int
 ) -> None:

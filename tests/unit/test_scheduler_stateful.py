@@ -238,7 +238,7 @@ def random_trace(seed: int, make_harness: Callable[[SchedulerConfig], Harness] |
     return harness
 
 
-@settings(CI, max_examples=100)
+@settings(CI, max_examples=60)
 @given(st.integers(0, 2**32 - 1))
 def test_random_traces(seed: int) -> None:
     random_trace(seed)

@@ -142,6 +142,7 @@ def test_regex_choice_and_grammar(client):
     assert answer.usage.completion_tokens < 5
 
 
+@pytest.mark.full_grid
 def test_others_in_the_batch_say_what_they_say_alone(client, server):
     def tell(seed):
         fields = {"prompt": f"Story {seed}:", "max_tokens": 24, "seed": seed, "temperature": 0.9, "model": MODEL}
