@@ -136,6 +136,7 @@ def test_metrics_and_readiness_are_of_all_replicas(client, engines):
     assert ready["stats"]["total_pages"] == REPLICAS * CONFIG.num_pages
 
 
+@pytest.mark.full_grid
 def test_several_models_behind_one_address(client):
     args = {"device": "fake", "num_pages": 256, "max_seq_len": 512, "models": []}
     args["models"] = [{"served_model_name": "one"}, {"served_model_name": "org/two", "max_seq_len": 256}]
