@@ -68,6 +68,7 @@ def test_streams_survive_the_kill_of_the_engines_process(
         assert server.get("/ready").status_code == 200
 
 
+@pytest.mark.full_grid
 def test_streams_survive_a_broken_side_channel(server, expected: list[dict], pytestconfig: pytest.Config) -> None:
     pid = info(server)["driver_pid"]
     for _ in range(pytestconfig.option.repetitions or 1):

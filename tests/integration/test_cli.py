@@ -188,6 +188,7 @@ def test_interrupt_while_starting(start):
     assert_all_ended(processes)
 
 
+@pytest.mark.full_grid
 def test_wrong_tp_size_is_one_clear_line_and_exit_code_2(start):
     server = start("--tp-size", "2")
     assert server.wait(READY_SECONDS) == 2

@@ -35,9 +35,8 @@ PROMPTS = [
 TOKENS = 64
 TIE = 1e-4
 
-# (tp, page size, cache, step budget, overlap): each value once; the grid has all combinations.
+# (tp, page size, cache, step budget, overlap): test_llm has TP 1; the grid has all combinations.
 FEW = [
-    (1, 4, "naive", 64, 1),
     (3, 16, "radix", 512, 2),
 ]
 GRID = list(itertools.product((1, 3), (1, 4, 16), ("radix", "naive"), (7, 64, 512), (1, 2)))

@@ -64,8 +64,8 @@ def page_size(seed: int) -> int:
     return int(np.random.default_rng(seed).choice([1, 3, 16]))
 
 
+CI_SEEDS = (0,)
 # Sorted by page size, which the ranks depend on.
-CI_SEEDS = sorted(range(2), key=page_size)
 MANY_SEEDS = sorted(range(1000, 1300), key=page_size)
 
 
