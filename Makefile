@@ -3,7 +3,7 @@
 #   make serve                  SmolLM2-135M-Instruct on http://127.0.0.1:8000
 #   make serve TP=3 PORT=9000   three worker actors, another port
 #   make serve MODEL=Qwen/Qwen3-0.6B DEVICE=cuda ARGS="--page-size 32 --dtype bfloat16"
-#   make test                   all tests; make test TESTS=tests/unit for some of them
+#   make test                   the tests, but for the longest; make test TESTS=tests/unit for some of them
 #   make lint                   ruff
 #   make setup                  the virtual environment alone
 

@@ -46,8 +46,8 @@ def prepare(front: str, host: str, ray_address: str) -> None:
         )
     if "ray.serve" in sys.modules:
         raise ConfigError("--front haproxy: Ray Serve is in use in this process already")
-    own_ports = {name: str(free_port(port)) for name, port in _OWN_PORTS.items() if name not in os.environ}
-    os.environ.update(_HAPROXY | _DRAINING | own_ports)
+    defaults = _DRAINING | {name: str(free_port(port)) for name, port in _OWN_PORTS.items()}
+    os.environ.update(_HAPROXY | {name: value for name, value in defaults.items() if name not in os.environ})
     import ray.serve  # reads its switches now: this process has no event loop that its routers could share  # noqa: F401
 
     os.environ.update(_ONE_LOOP)
