@@ -13,6 +13,12 @@ import numpy as np
 from scheduler.step import LogprobBlock, P, PromptScores, R, S, SampledLogprobs, StepPlan
 
 
+def has_repeats(values: np.ndarray) -> bool:
+    """Whether a number comes twice in an int array [n]. Sorts: hashing, as `np.unique` does, is ten times slower."""
+    ordered = np.sort(values)
+    return bool((ordered[1:] == ordered[:-1]).any())
+
+
 def fake_logprobs(tokens: np.ndarray, positions: np.ndarray, top: int) -> LogprobBlock:
     """What the fake worker reports of `tokens` at `positions`: the token itself is the likeliest."""
     words = np.empty((len(tokens), 2 + 2 * top), dtype=np.int32)
@@ -58,7 +64,7 @@ class FakeExtras:
             ("bias", extras.bias_runs[:, 0]),
             ("log probabilities", extras.logprob_rows[:, 0]),
         ):
-            if len(np.unique(rows)) != len(rows) or not np.isin(rows, admitted).all():
+            if has_repeats(rows) or not np.isin(rows, admitted).all():
                 self._fail(f"{name} for rows {rows.tolist()}, admitted are {admitted.tolist()}")
         self._top[extras.logprob_rows[:, 0]] = extras.logprob_rows[:, 1]
         self._check_history(plan, token_pool)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from scheduler.config import SchedulerConfig
-from scheduler.fake_extras import FakeExtras
+from scheduler.fake_extras import FakeExtras, has_repeats
 from scheduler.fake_model import FakeModel, content_sums, token_words
 from scheduler.step import PlanFlags, S, StepPlan, StepResult
 
@@ -96,7 +96,7 @@ class FakeWorker:
         extend = device - cached
         if n == 0:
             self._fail("no rows")
-        if len(np.unique(rows)) != n or rows.min() < 0 or rows.max() >= self.dummy_row:
+        if has_repeats(rows) or rows.min() < 0 or rows.max() >= self.dummy_row:
             self._fail(f"rows repeat or leave 0..{self.dummy_row - 1}: {rows.tolist()}")
         if cached.min() < 0 or extend.min() < 1 or device.max() > self.page_table.shape[1] * self.config.page_size:
             self._fail(f"bad lengths: cached {cached.tolist()}, device {device.tolist()}")
@@ -120,7 +120,7 @@ class FakeWorker:
     def _apply_admissions(self, plan: StepPlan) -> None:
         """A sampling entry says that the row has a new owner: forget everything the old one left."""
         rows = plan.sampling[:, S.ROW]
-        if len(np.unique(rows)) != len(rows) or (len(rows) and (rows.min() < 0 or rows.max() >= self.dummy_row)):
+        if has_repeats(rows) or (len(rows) and (rows.min() < 0 or rows.max() >= self.dummy_row)):
             self._fail(f"sampling entries repeat rows or leave 0..{self.dummy_row - 1}: {rows.tolist()}")
         self.page_table[rows] = -1
         self.known_len[rows] = 0
@@ -147,7 +147,7 @@ class FakeWorker:
                 f"page delta (row, position, slot) out of range or unaligned: {plan.page_deltas[wrong][0].tolist()}"
             )
         places = rows.astype(np.int64) * self.page_table.shape[1] + positions // size
-        if len(np.unique(places)) != len(places):
+        if has_repeats(places):
             self._fail(f"two page deltas for one place: {plan.page_deltas.tolist()}")
         self.page_table[rows, positions // size] = starts
 
@@ -176,7 +176,7 @@ class FakeWorker:
             at = int(np.flatnonzero(out_loc != named)[0])
             row = int(np.repeat(rows, extend)[at])
             self._fail(f"out_loc {out_loc[at]} for row {row} position {positions[at]}, page table names {named[at]}")
-        if len(np.unique(out_loc)) != len(out_loc):
+        if has_repeats(out_loc):
             self._fail(f"two tokens of the step are stored in one slot: {np.sort(out_loc).tolist()}")
 
         d = plan.num_decode
@@ -187,7 +187,9 @@ class FakeWorker:
         pending = np.zeros(
             len(self.slot_step) // size, dtype=np.int32
         )  # by page: entries of this step yet to store in it
-        pages_of = {i: np.unique(out_loc[offsets[i] : offsets[i + 1]] // size) for i in waiting}
+        page, offset_list = out_loc // size, offsets.tolist()  # an entry's slots go page by page, as `named` does
+        pages_of = {i: page[slice(*offset_list[i : i + 2])] for i in waiting}
+        pages_of = {i: pages[np.flatnonzero(np.diff(pages, prepend=-1))] for i, pages in pages_of.items()}
         for i in waiting:
             pending[pages_of[i]] += 1
         while waiting:
