@@ -136,7 +136,8 @@ def main(directory: Path, head: str) -> None:
     cluster.asks()
 
     cluster.on_head("serve shutdown -y")
-    cluster.say(cluster.on_head("~/raydix-venv/bin/python -m tests.integration.ray_up_filler").splitlines()[-1])
+    filler = Path(__file__).with_name("ray_up_filler.py")
+    cluster.say(cluster.on_head(f"~/raydix-venv/bin/python {filler}").splitlines()[-1])
     cluster.deploy("tiny-two-hosts.yaml")
     cluster.until(lambda: list(map(len, cluster.hosts_of_ranks())) == [2] and cluster.ready(), 240, "TP 2 serves")
     (ranks,) = cluster.hosts_of_ranks()
