@@ -137,7 +137,8 @@ def main(directory: Path, head: str) -> None:
 
     cluster.on_head("serve shutdown -y")
     filler = Path(__file__).with_name("ray_up_filler.py")
-    cluster.say(cluster.on_head(f"~/raydix-venv/bin/python {filler}").splitlines()[-1])
+    lines = cluster.on_head(f"~/raydix-venv/bin/python {filler}").splitlines()
+    cluster.say(next(line for line in lines if "one CPU less" in line))
     cluster.deploy("tiny-two-hosts.yaml")
     cluster.until(lambda: list(map(len, cluster.hosts_of_ranks())) == [2] and cluster.ready(), 240, "TP 2 serves")
     (ranks,) = cluster.hosts_of_ranks()
