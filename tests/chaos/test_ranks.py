@@ -54,7 +54,7 @@ def disturb(load: Load, number: int, times: int, rng: random.Random) -> tuple[li
     """Send a signal to a random rank at a random moment, again and again."""
     pauses, since, began = [], 0.0, time.monotonic()
     load.start()
-    load.wait_for_tokens_everywhere(0.0)
+    load.wait_for_tokens_everywhere(began)
     cold = ColdStart.of(load, began)
     for done in range(times):
         load.wait_for_tokens_everywhere(since)
