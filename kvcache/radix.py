@@ -38,6 +38,7 @@ from kvcache.base import (
     as_int32,
     first_slots,
     page_slots,
+    slot_offsets,
 )
 from kvcache.digest import PrefixDigest
 from kvcache.radix_check import check_tree
@@ -58,6 +59,7 @@ class RadixPrefixCache(BasePrefixCache):
         self.page_size = page_size
         self.digest = digest
         self._page_bytes = page_size * TOKEN_BYTES
+        self._offsets = slot_offsets(1, page_size)  # grows with the longest match
         self._root = make_root()
         self._evictable = 0
         self._protected = 0
@@ -300,4 +302,6 @@ class RadixPrefixCache(BasePrefixCache):
         if not parts:
             return np.empty(0, np.int32)
         starts = np.frombuffer(bytearray().join(parts), np.int32)
-        return page_slots(starts, self.page_size)
+        if len(self._offsets) < len(starts) * self.page_size:
+            self._offsets = slot_offsets(2 * len(starts), self.page_size)
+        return page_slots(starts, self.page_size, self._offsets)
