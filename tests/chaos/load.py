@@ -64,6 +64,7 @@ class Load:
         self.streams: dict[int, Stream] = {}
         self.failures: list[EngineError] = []
         self.changed = threading.Condition()
+        self.began: float | None = None  # when the first of all requests was submitted
         self._ids = itertools.count(1)
         self._repeat = False
         self.engine = Engine(EngineConfig(model=str(model), **(CONFIG | config)), self._on_outputs, self._on_failure)
@@ -84,6 +85,7 @@ class Load:
     def submit(self, number: int, **sampling: object) -> Stream:
         request = self.request(number, **sampling)
         stream = self.streams[request.request_id] = Stream(number)
+        self.began = self.began or time.monotonic()
         self.engine.submit(request)
         return stream
 
@@ -182,14 +184,14 @@ class ColdStart:
     first_tokens: float
 
     @classmethod
-    def of(cls, load: Load, began: float) -> ColdStart:
-        """After `Load.start`, which was called at `began`, and the first tokens of all."""
+    def of(cls, load: Load) -> ColdStart:
+        """Of the engine's first run of every prompt, when none was in its prefix cache."""
         seconds = load.engine.info.startup_seconds
-        first = {}
+        first: dict[int, float] = {}
         for stream in load.streams.values():
-            if stream.times and stream.times[0] > began:
+            if stream.times:
                 first.setdefault(stream.number, stream.times[0])
-        return cls(sum(seconds.get(phase, 0.0) for phase in _GROUP), max(first.values()) - began)
+        return cls(sum(seconds.get(phase, 0.0) for phase in _GROUP), max(first.values()) - load.began)
 
 
 @dataclass(frozen=True)

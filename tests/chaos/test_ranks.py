@@ -55,7 +55,7 @@ def disturb(load: Load, number: int, times: int, rng: random.Random) -> tuple[li
     pauses, since, began = [], 0.0, time.monotonic()
     load.start()
     load.wait_for_tokens_everywhere(began)
-    cold = ColdStart.of(load, began)
+    cold = ColdStart.of(load)
     for done in range(times):
         load.wait_for_tokens_everywhere(since)
         if (done + 1) % HASTY:
