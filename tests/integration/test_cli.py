@@ -116,13 +116,13 @@ def directories(pid: int) -> list[Path]:
 
 
 def ask(url: str, **body: object) -> dict:
-    response = httpx.post(f"{url}/v1/chat/completions", json={"messages": FRANCE, **body}, timeout=60)
+    response = httpx.post(f"{url}/v1/chat/completions", json={"messages": FRANCE, **body}, timeout=180)
     assert response.status_code == 200, response.text
     return response.json()
 
 
 def test_serve_three_workers_answers_and_stops_cleanly(start):
-    server = start("--tp-size", "3")
+    server = start("--tp-size", "3", "--drain-timeout", "150")
     server.wait_ready()
     assert "served_model_name=" + NAME in server.log and "num_pages=256" in server.log
     assert len(server.ranks()) == 3
@@ -141,8 +141,8 @@ def test_serve_three_workers_answers_and_stops_cleanly(start):
     refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"})
     assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 0
     assert "stopping" in refused.json()["error"]["message"]
-    assert finishing.result(60)["usage"]["completion_tokens"] == 40
-    assert server.wait(60) == 0
+    assert finishing.result(180)["usage"]["completion_tokens"] == 40
+    assert server.wait(180) == 0
     assert server.log.rstrip().endswith("raydix: stopped")
     assert_all_ended(processes)
     assert not directories(server.process.pid)

@@ -28,7 +28,7 @@ def server() -> Iterator[ServeProcess]:
         try:
             process.wait(60)
         finally:
-            process.kill()
+            process.clear()
 
 
 @pytest.mark.full_grid
