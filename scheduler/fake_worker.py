@@ -184,12 +184,9 @@ class FakeWorker:
         fast = np.flatnonzero(~with_run)
         self._store_decodes(rows[:d][fast], cached[:d][fast], out_loc[:d][fast], step)
         waiting = [*np.flatnonzero(with_run).tolist(), *range(d, n)]
-        pending = np.zeros(
-            len(self.slot_step) // size, dtype=np.int32
-        )  # by page: entries of this step yet to store in it
-        page, offset_list = out_loc // size, offsets.tolist()  # an entry's slots go page by page, as `named` does
-        pages_of = {i: page[slice(*offset_list[i : i + 2])] for i in waiting}
-        pages_of = {i: pages[np.flatnonzero(np.diff(pages, prepend=-1))] for i, pages in pages_of.items()}
+        # By page: entries of this step yet to store in it.
+        pending = np.zeros(len(self.slot_step) // size, dtype=np.int32)
+        pages_of = {i: self.page_table[rows[i], cached[i] // size : -(-device[i] // size)] // size for i in waiting}
         for i in waiting:
             pending[pages_of[i]] += 1
         while waiting:
