@@ -67,7 +67,7 @@ class Page:
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         await self.call("Emulation.setEmulatedMedia", features=scheme)
         await self.call("Page.navigate", url=url)
-        await self.until("location.href != 'about:blank' && document.readyState == 'complete'", 30)
+        await self.until("location.href != 'about:blank' && document.readyState == 'complete'", 60)
 
     async def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression. Raises RuntimeError if it throws."""

@@ -24,7 +24,7 @@ def test_streams_survive_the_kill_of_their_rank(server, expected: list[dict]) ->
     readers = start_all(server)
     wait_for_chunks(readers, 10)
     os.kill(pid, signal.SIGKILL)
-    until(lambda: server.get("/ready").status_code == 503, 10)
+    until(lambda: server.get("/ready").status_code == 503, 60)
     answer = server.get("/ready").json()["error"]
     assert "being started again" in answer["message"] and f"pid {pid}" in answer["message"]
     assert server.get("/health").status_code == 200
@@ -59,7 +59,7 @@ def test_streams_survive_the_kill_of_the_engines_process(
         readers = start_all(server)
         wait_for_chunks(readers, 10)
         os.kill(before["driver_pid"], signal.SIGKILL)
-        until(lambda: server.get("/ready").status_code == 503, 10)
+        until(lambda: server.get("/ready").status_code == 503, 60)
         late = Reader(server, COMMON | REQUESTS[0])
         assert [reader.result() for reader in [*readers, late]] == [*expected, expected[0]]
         after = info(server)

@@ -49,9 +49,9 @@ class Server:
             return client.get(path)
 
     def stats(self) -> dict[str, Any]:
-        return self.engine.status.remote().result(timeout_s=10)["stats"]
+        return self.engine.status.remote().result(timeout_s=60)["stats"]
 
-    def wait_idle(self, seconds: float = 10.0) -> dict[str, Any]:
+    def wait_idle(self, seconds: float = 60.0) -> dict[str, Any]:
         """Wait until nothing runs; check that every page is free or in the prefix tree. Returns the stats."""
         until(lambda: self.stats()["running"] == self.stats()["waiting"] == 0, seconds)
         stats = self.stats()
@@ -82,7 +82,7 @@ def running_server(**config: Any) -> Iterator[Server]:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         serve.run(build_openai_app(CONFIG | {"spare_ranks": False} | config), name="test", route_prefix="/")
         server = Server(f"http://127.0.0.1:{port}", serve.get_deployment_handle("engine", "test"))
-        until(lambda: server.get("/ready").status_code == 200, 60)
+        until(lambda: server.get("/ready").status_code == 200, 120)
         yield server
     finally:
         serve.shutdown()

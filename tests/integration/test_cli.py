@@ -97,13 +97,13 @@ def start() -> Iterator[type]:
         server.clear()
 
 
-def assert_all_ended(processes: list[psutil.Process], seconds: float = 15) -> None:
+def assert_all_ended(processes: list[psutil.Process], seconds: float = 60) -> None:
     """None of these runs any more (they may be orphans by now)."""
     _, alive = psutil.wait_procs(processes, timeout=seconds)
     assert not alive, [process.cmdline() for process in alive]
 
 
-def until(condition: Callable[[], bool], seconds: float = 30) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

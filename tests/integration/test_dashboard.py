@@ -22,7 +22,7 @@ def server(private_ray: None) -> Iterator[Server]:
 
 
 def state(server: Server) -> dict:
-    answer = httpx.get(f"{server.url}/dashboard/state", headers=AUTHORIZED, timeout=30)
+    answer = httpx.get(f"{server.url}/dashboard/state", headers=AUTHORIZED, timeout=60)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -47,7 +47,7 @@ def test_files_need_no_key_and_load_nothing_from_elsewhere(server: Server) -> No
 
 @pytest.mark.parametrize("name", ["nothing.js", "..%2f__init__.py", "page.py"])
 def test_no_other_file_is_served(server: Server, name: str) -> None:
-    answer = httpx.get(f"{server.url}/dashboard/{name}", headers=AUTHORIZED, timeout=30)
+    answer = httpx.get(f"{server.url}/dashboard/{name}", headers=AUTHORIZED, timeout=60)
     assert answer.status_code == 404 and answer.json()["error"]["type"] == "not_found_error"
 
 
@@ -80,18 +80,18 @@ def test_the_state_shows_load_memory_ranks_and_tree(server: Server) -> None:
 async def test_in_a_browser(server: Server, tmp_path: Path, width: int, height: int) -> None:
     async with chromium() as page:
         await page.open(f"{server.url}/dashboard", width, height)
-        await page.until("!document.getElementById('key-form').hidden", 30)
+        await page.until("!document.getElementById('key-form').hidden", 60)
         await page.evaluate(f"document.getElementById('key').value = '{KEY}'")
         await page.evaluate("document.getElementById('key-form').requestSubmit()")
-        await page.until("document.getElementById('status').dataset.state == 'good'", 30)
+        await page.until("document.getElementById('status').dataset.state == 'good'", 60)
         assert await page.evaluate("document.getElementById('key-form').hidden")
         for question in ("Tell me a story about a fox.", "Go on."):
             await ask(page, question)
         answers = await page.evaluate("[...document.querySelectorAll('.cached b')].map((line) => line.textContent)")
         assert len(answers) == 2 and all(answer.endswith("prompt tokens cached") for answer in answers)
         assert not answers[1].startswith("0 of")
-        await page.until("document.querySelectorAll('#tree-picture rect').length > 1", 30)
-        await page.until("document.querySelectorAll('.plot svg').length == 3", 30)
+        await page.until("document.querySelectorAll('#tree-picture rect').length > 1", 60)
+        await page.until("document.querySelectorAll('.plot svg').length == 3", 60)
         assert await page.evaluate("document.querySelector('.chip').textContent") == "rank 0 CPU"
         assert await page.evaluate("document.documentElement.scrollWidth") == width  # nothing sticks out
         if width > 1000:
@@ -121,20 +121,20 @@ window.fetch = async (url, options) => {
 async def test_a_chat_with_one_of_two_models_that_reasons(server: Server) -> None:
     async with chromium() as page:
         await page.open(f"{server.url}/dashboard", 1280, 800)
-        await page.until("!document.getElementById('key-form').hidden", 30)
+        await page.until("!document.getElementById('key-form').hidden", 60)
         await page.evaluate(f"document.getElementById('key').value = '{KEY}'")
         await page.evaluate("document.getElementById('key-form').requestSubmit()")
-        await page.until("document.getElementById('status').dataset.state == 'good'", 30)
+        await page.until("document.getElementById('status').dataset.state == 'good'", 60)
         assert await page.evaluate("document.getElementById('chat-model').hidden")  # there is one model
         await page.evaluate(TWO_THAT_REASON)
-        await page.until("!document.getElementById('chat-model').hidden", 30)
+        await page.until("!document.getElementById('chat-model').hidden", 60)
         assert await page.evaluate("document.getElementById('model').textContent") == f"{MODEL}, zwei"
         for model in (MODEL, "zwei"):
             await page.evaluate(f"document.getElementById('chat-model').value = '{model}'")
             await page.evaluate("document.getElementById('chat-model').dispatchEvent(new Event('change'))")
             await page.evaluate("document.getElementById('chat-text').value = 'Why?'")
             await page.evaluate("document.getElementById('chat-form').requestSubmit()")
-            await page.until("document.querySelector('.message:not(.user) > span')?.textContent == 'content2 '", 30)
+            await page.until("document.querySelector('.message:not(.user) > span')?.textContent == 'content2 '", 60)
             thoughts = await page.evaluate("document.querySelector('.thoughts').textContent")
             assert thoughts == "reasoning_content0 reasoning_content1 "
             assert await page.evaluate("window.asked") == model

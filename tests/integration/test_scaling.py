@@ -97,7 +97,7 @@ def test_replicas_follow_the_load(client):
 
 def follow(client: httpx.Client) -> None:
     until(lambda: replicas() == 0, 60)
-    until(lambda: client.get("/ready").json().get("replicas") == 0, 10)
+    until(lambda: client.get("/ready").json().get("replicas") == 0, 60)
     for _ in range(15):  # questions wake nobody
         assert client.get("/ready").status_code == 200
         assert client.get("/metrics").status_code == 200

@@ -46,7 +46,7 @@ def test_they_cost_at_most_their_text_and_hold_up_nobody(private_ray):
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(("127.0.0.1", httpx.URL(server.url).port))
             client.sendall(head.encode() + data)
-        until(lambda: server.get("/health").json()["open_streams"] > 0, 20)
+        until(lambda: server.get("/health").json()["open_streams"] > 0, 60)
         answer = server.post(path, {"prompt": "b", "max_tokens": 64, "ignore_eos": True})
         assert answer.json()["usage"]["completion_tokens"] == 64
         until(lambda: server.get("/health").json()["open_streams"] == 0, 120)  # though nobody has read

@@ -27,7 +27,7 @@ def driver(request: pytest.FixtureRequest) -> Iterator[DriverTransport]:
     transport.close()
 
 
-def poll_until(driver: DriverTransport, done: Callable[[list[Frame]], bool], timeout: float = 10.0) -> list[Frame]:
+def poll_until(driver: DriverTransport, done: Callable[[list[Frame]], bool], timeout: float = 60.0) -> list[Frame]:
     """Poll until `done(all frames so far)`."""
     frames: list[Frame] = []
     deadline = time.monotonic() + timeout

@@ -21,11 +21,11 @@ from cluster.progress_bar import ProgressBar
 from tests.unit.stub_server import Stub, chat, completion, event, running
 
 
-def endpoint(stub: Stub, kind: str = "completions", timeout: float = 5.0, **extra) -> Endpoint:
+def endpoint(stub: Stub, kind: str = "completions", timeout: float = 60.0, **extra) -> Endpoint:
     return Endpoint(stub.url + "/v1", kind, None, "sk-secret", extra, timeout)
 
 
-async def one_call(stub: Stub, kind: str = "completions", timeout: float = 5.0, **extra) -> Call:
+async def one_call(stub: Stub, kind: str = "completions", timeout: float = 60.0, **extra) -> Call:
     async with running(stub), endpoint(stub, kind, timeout, **extra) as server:
         call = Call(0, 0, time.perf_counter())
         await server.run(call, [("system", "Be brief."), ("user", " hello")], 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -20,8 +19,7 @@ def test_a_call_in_time_has_its_effect_and_its_error() -> None:
 
 def test_a_call_that_hangs_is_left_behind() -> None:
     release = threading.Event()
-    began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"0\.05 s"):
         within(0.05, release.wait)
-    assert time.monotonic() - began < 5
+    assert not release.is_set()
     release.set()
