@@ -213,7 +213,7 @@ class WorkerGroup:
     def _worker(self) -> WorkerConfig:
         """A later start gets the pages of the first, since that is what the scheduler plans with."""
         worker = self.config.worker
-        return worker if self.info is None else replace(worker, num_pages=self.info.num_pages)
+        return worker if self.info is None else replace(worker, num_pages=self.info.num_pages, pages_fitted=True)
 
     def _on_run_ended(self, ended: deque[int], rank: int, run: Future) -> None:
         ended.append(rank)

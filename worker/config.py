@@ -15,6 +15,7 @@ class WorkerConfig:
     device                "cuda" means the one card this process sees as `device_index`
     dtype                 of weights, activations and the KV pool; "auto": float32 on cpu, the checkpoint's on cuda
     num_pages             usable KV pages; None: the minimum of every rank's `ModelRunner.max_pages()`
+    pages_fitted          `num_pages` is what this group's ranks found at an earlier start: it is not measured again
     max_seq_len           tokens per request, prompt and output; None: the model's limit
     max_step_tokens       largest number of input tokens in one step
     memory_utilization    share of the card's memory this rank may use (CUDA)
@@ -33,6 +34,7 @@ class WorkerConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     page_size: int = 16
     num_pages: int | None = None
+    pages_fitted: bool = False
     max_running_requests: int = 256
     max_seq_len: int | None = None
     max_step_tokens: int = 2048

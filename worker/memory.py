@@ -8,6 +8,7 @@ import torch
 
 from worker.config import WorkerConfig
 from worker.device import Device
+from worker.errors import ModelError
 from worker.model_config import ModelConfig
 
 CONTEXT_BYTES = 1 << 30
@@ -65,3 +66,15 @@ def cuda_room(device: Device, config: WorkerConfig, run_largest_step: Callable[[
 def graph_bytes(sizes: tuple[int, ...], local_vocab: int) -> int:
     """Estimate of what decode graphs will take: static logits, the sampler's copies of them, and each graph's own."""
     return 4 * max(sizes) * local_vocab * 4 + len(sizes) * GRAPH_BYTES
+
+
+def no_room(config: WorkerConfig, max_seq_len: int, page_bytes: int, room: int, needed: int) -> ModelError:
+    """The pages do not fit into `room` bytes; `needed`: what is kept beside them, 0 if unknown."""
+    beside = f" beside {needed / 2**20:.0f} MiB for rows and the largest step" if needed else ""
+    return ModelError(
+        f"no memory for {config.num_pages or 1} KV pages: {max(room, 0) / 2**20:.0f} MiB are left for them"
+        f"{beside}, a page takes {page_bytes / 2**20:.2f} MiB and one more is needed for padding; use "
+        f"fewer pages, a smaller max_step_tokens (now {config.max_step_tokens}), max_running_requests "
+        f"({config.max_running_requests}) or max_seq_len ({max_seq_len}), more ranks, or a larger share "
+        "of the memory"
+    )

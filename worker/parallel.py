@@ -61,7 +61,7 @@ class TPGroup:
             dist.all_gather_into_tensor(gathered, tensor, group=self.group)
         else:
             dist.all_gather(list(gathered.unbind(0)), tensor, group=self.group)
-        return torch.cat(gathered.unbind(0), dim=dim)
+        return gathered.flatten(0, 1) if dim == 0 else torch.cat(gathered.unbind(0), dim=dim)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

@@ -20,7 +20,7 @@ from worker.device import Download, create_device
 from worker.errors import ModelError
 from worker.graphs import DecodeGraphs, decode_graph_sizes
 from worker.layers.ops import LayerOps, create_ops
-from worker.memory import cpu_bytes, cpu_room, cuda_room, graph_bytes
+from worker.memory import cpu_bytes, cpu_room, cuda_room, graph_bytes, no_room
 from worker.model_config import ModelConfig, check_tp_size
 from worker.models.registry import ModelContext, create_model
 from worker.page_table import PageTable
@@ -153,12 +153,15 @@ class ModelRunner:
 
         CPU: a share of the memory available now, divided among this machine's ranks. CUDA: what
         `memory_utilization` leaves after the weights and the largest step, which is run once to measure it.
-        A configured `num_pages` is checked against that memory (on the CPU against all of it) and returned.
+        A configured `num_pages` is checked against that memory (on the CPU against all of it) and returned, one that
+        fitted before at once.
 
         Raises:
             ModelError: the configured pages, or even one, do not fit; says how much memory there is.
         """
         config = self.config
+        if config.num_pages and config.pages_fitted:
+            return config.num_pages
         needed = 0
         if config.device == "cuda":
             room = self._cuda_room()
@@ -167,14 +170,7 @@ class ModelRunner:
             room = cpu_room(self._device, config, needed)
         fitting = room // self.page_bytes - 1  # one for the dummy page
         if fitting < (config.num_pages or 1):
-            beside = f" beside {needed / 2**20:.0f} MiB for rows and the largest step" if needed else ""
-            raise ModelError(
-                f"no memory for {config.num_pages or 1} KV pages: {max(room, 0) / 2**20:.0f} MiB are left for them"
-                f"{beside}, a page takes {self.page_bytes / 2**20:.2f} MiB and one more is needed for padding; use "
-                f"fewer pages, a smaller max_step_tokens (now {config.max_step_tokens}), max_running_requests "
-                f"({config.max_running_requests}) or max_seq_len ({self._max_seq_len}), more ranks, or a larger share "
-                "of the memory"
-            )
+            raise no_room(config, self._max_seq_len, self.page_bytes, room, needed)
         useful = config.max_running_requests * -(-self._max_seq_len // config.page_size)
         return config.num_pages or min(useful, fitting)
 

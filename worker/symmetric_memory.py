@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import zlib
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 MAX_BYTES = 8 << 20  # larger messages are bound by bandwidth: NCCL's
 MAX_RANKS = 8
 ONE_SHOT_BYTES = 1 << 20  # of all ranks' messages together
+_DTYPES = (torch.bfloat16, torch.float32)  # that torch's operators of both kinds take
 
 
 class SymmetricMemory:
@@ -64,7 +66,7 @@ def create_symmetric_memory(
 
     A collective: every rank calls it and gets the same answer.
     """
-    reason = why_not(group, device)
+    reason = why_not(group, dtype, device)
     memory = None
     if reason is None:
         try:
@@ -79,13 +81,23 @@ def create_symmetric_memory(
     return memory
 
 
-def why_not(group: dist.ProcessGroup, device: torch.device) -> str | None:
+def why_not(group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why the ranks need not try, or None. A collective; `device`: where this rank's tensors for it lie."""
+    if dtype not in _DTYPES:
+        return f"torch reduces {dtype} through NCCL alone"
     if group.size() > MAX_RANKS:
         return f"{group.size()} ranks, symmetric memory takes {MAX_RANKS}"
     # The largest and the smallest; all_gather_object would unpickle what peers send.
-    host = zlib.crc32(socket.gethostname().encode())
+    host = zlib.crc32(_host().encode())
     ends = torch.tensor([host, -host], dtype=torch.int64, device=device)
     dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
     largest, smallest = ends.tolist()
     return "the ranks are on several hosts" if largest != -smallest else None
+
+
+def _host() -> str:
+    """Names the machine, and on Linux this boot of it and this process's container: cloned machines and containers may
+    share a host name, and ranks of two containers cannot hand each other memory."""
+    boot, container = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    inside = f"{boot.read_text()}{container.stat().st_ino}" if boot.exists() and container.exists() else ""
+    return socket.gethostname() + inside

@@ -205,6 +205,8 @@ def test_clear_errors(checkpoint) -> None:
         config = WorkerConfig(path, max_step_tokens=1 << 40, max_running_requests=1 << 20)
         ModelRunner(config, TPGroup.single()).max_pages()
     assert make_runner(path, num_pages=33).max_pages() == 33
+    again = make_runner(path, num_pages=1_000_000_000, pages_fitted=True)  # of a recovery: not looked at again
+    assert again.max_pages() == 1_000_000_000
 
 
 @pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"kv_layout": "page_first"}], ids=str)

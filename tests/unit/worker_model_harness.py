@@ -178,9 +178,10 @@ def gloo_rank(rank: int, size: int, store: str, path: str, results: SimpleQueue)
     group = init_tp_group(rank, size, "cpu", f"file://{store}", timeout=60.0)
     summed = group.all_reduce(torch.full((2,), rank + 1.0, dtype=torch.bfloat16))
     gathered = group.all_gather(torch.tensor([[rank], [rank]]), dim=1)
-    why = [why_not(group.group, torch.device("cpu"))]
+    why = [why_not(group.group, torch.bfloat16, torch.device("cpu"))]
     with mock.patch("socket.gethostname", return_value=f"host{rank}"):
-        why.append(why_not(group.group, torch.device("cpu")))
+        why.append(why_not(group.group, torch.bfloat16, torch.device("cpu")))
+    why.append(why_not(group.group, torch.float16, torch.device("cpu")))
     model, table = build_rank(path, group, page_size=4)
     tokens = {0: list(range(3, 15))}
     logits = model.compute_logits(model(make_batch(table, [0], np.zeros(1, dtype=np.int32), tokens, 0)))

@@ -119,7 +119,8 @@ class DecodeAttention:
         self.dim_pad = max(16, triton.next_power_of_2(head_dim))  # what tl.dot takes
         self.num_programs, self.max_splits = num_programs, max_splits
         self.scale_log2 = head_dim**-0.5 * LOG2E
-        slots = max(self.splits(n) * n for n in range(1, max_entries + 1)) * num_kv_heads * self.group_pad
+        split = [n * self.splits(n) for n in range(1, max_entries + 1) if self.splits(n) > 1]  # others have no partials
+        slots = max(split, default=1) * num_kv_heads * self.group_pad
         self.partials = torch.empty(slots * self.dim_pad, dtype=torch.float32, device=device)
         self.stats = torch.empty(slots * 2, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(max_entries * num_kv_heads, dtype=torch.int32, device=device)
