@@ -113,6 +113,9 @@ def test_flash_prefill(page_size, page_first, device):
     lengths = [a + b for a, b in zip(extends, cached, strict=True)]
     pool = Pool(lengths, 2, 128, page_size, page_first, torch.bfloat16, device)
     q = torch.randn(sum(extends), 8, 128, dtype=torch.bfloat16, device=device)
+    for i, n in enumerate(lengths):  # what a request left behind that had gone wrong
+        last = pool.table[int(pool.rows[i]), (n - 1) // page_size] // page_size
+        pool.v[last, (n - 1) % page_size + 1 :] = torch.nan
     flash = FlashPrefill()
     flash.compile(8, pool.k, pool.v)
     flash.wait()
@@ -124,6 +127,22 @@ def test_flash_prefill(page_size, page_first, device):
     for i, n in enumerate(extends):
         close(out[at : at + n], reference(q[at : at + n], *pool.dense(i), cached[i]), torch.bfloat16)
         at += n
+
+
+@pytest.mark.parametrize("page_first", [False, True])
+@pytest.mark.parametrize(("page_size", "dim"), [(64, 80), (128, 128)])
+def test_clear_tails(page_size, dim, page_first, device):
+    from worker.kernels.clear_tails import clear_tails
+
+    lengths = [1, page_size, page_size + 1, 3 * page_size - 1]
+    pool = Pool(lengths, 2, dim, page_size, page_first, DTYPES[1], device)
+    expected = pool.v.clone()
+    for i, n in enumerate(lengths):
+        last = pool.table[int(pool.rows[i]), (n - 1) // page_size] // page_size
+        expected[last, (n - 1) % page_size + 1 :] = 0
+    pages = pool.table[pool.rows.long()] // page_size
+    clear_tails(pool.v, pages, torch.tensor(lengths, dtype=torch.int32, device=device))
+    assert torch.equal(pool.v, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -254,6 +273,22 @@ def test_sample_shard(vocab, device):
         best, tokens = sample_shard(logits, 1000, rows, positions, scale, noise, seed_key, noisy=noisy)
         assert tokens[:3].tolist() == [-1] * 3 and tokens[3] >= 1000
         assert best[:3].tolist() == [torch.inf, torch.inf, -torch.inf]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_best_shard(ranks, device):
+    from worker.kernels.sample import best_shard
+    from worker.sampling import shard
+
+    scores = torch.randint(0, 3, (ranks, 50)).float()  # with many ties
+    scores[0, 1] = scores[-1, 2] = torch.inf
+    scores[:, 3] = -torch.inf
+    tokens = torch.where(scores.isfinite(), torch.arange(ranks)[:, None] * 1000 + 7, shard.UNUSABLE).int()
+    shards = torch.stack((scores.view(torch.int32), tokens), 1)
+    best = best_shard(shards.to(device)).cpu()
+    assert torch.equal(best, shard.best_shard(shards))
+    assert best[1:4].tolist() == [shard.UNUSABLE] * 3
+    assert torch.equal(best[4:].long(), scores[:, 4:].argmax(0) * 1000 + 7)
 
 
 def test_decode_inputs_and_scatter(device):

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -18,10 +19,14 @@ from worker.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
+CACHE_DIR = Path.home() / ".cache" / "raydix" / "flash-attention"
+
 # Calls with more entries compile another variant, at its first use: they stay with the Triton kernel.
 MAX_ENTRIES = 256
 # Attention FLOPs of a layer below which the launch (about 0.2 ms of host time) costs more than the faster kernel saves.
 MIN_FLOPS = 4e10
+# Pages of this size and above may be read whole, and a NaN in a value that nobody has written would count.
+WHOLE_PAGES = 64
 
 
 def why_not(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -72,6 +77,10 @@ class FlashPrefill:
         pages [E, width] int32: page ids. cu_extend [E + 1], device_len [E]: int32; cu_extend begins at 0.
         max_extend, max_len: the largest extend and device_len, on the host.
         """
+        if k_cache.shape[1] >= WHOLE_PAGES:
+            from worker.kernels.clear_tails import clear_tails  # triton comes with torch for CUDA only
+
+            clear_tails(v_cache, pages, device_len)
         return self._call(
             q, k_cache, v_cache, cu_seqlens_q=cu_extend, seqused_k=device_len, max_seqlen_q=max_extend,
             max_seqlen_k=max_len, page_table=pages, causal=True,
@@ -79,8 +88,10 @@ class FlashPrefill:
 
     def _load(self) -> None:
         try:
-            # Its own switch, read when it is imported: keep compiled kernels on disk.
+            # Its own switches, read when it is imported: keep compiled kernels on disk, where nobody else writes.
+            CACHE_DIR.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+            os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(CACHE_DIR))
             from flash_attn.cute import flash_attn_varlen_func
 
             self._shape_known.wait()

@@ -127,3 +127,23 @@ def sample_shard(
     )  # fmt: skip
     _merge_kernel[(entries,)](values, indices, best, tokens, vocab_start, PARTS=parts, num_warps=1)
     return best, tokens
+
+
+@triton.jit
+def _best_shard_kernel(shard_ptr, token_ptr, entries, num_ranks, RANKS: tl.constexpr):
+    entry = tl.program_id(0)
+    rank = tl.arange(0, RANKS)
+    exists = rank < num_ranks
+    bits = tl.load(shard_ptr + 2 * rank * entries + entry, mask=exists, other=0)
+    score = tl.where(exists, bits.to(tl.float32, bitcast=True), float("-inf"))
+    token = tl.load(shard_ptr + (2 * rank + 1) * entries + entry, mask=exists, other=0)
+    winner = tl.min(tl.where(exists & (score == tl.max(score, 0)), rank, RANKS), 0)
+    tl.store(token_ptr + entry, tl.sum(tl.where(rank == winner, token, 0), 0))
+
+
+def best_shard(shards: torch.Tensor) -> torch.Tensor:
+    """As `worker.sampling.shard.best_shard`: int32[R, 2, S] to int32[S]."""
+    ranks, _, entries = shards.shape
+    tokens = torch.empty(entries, dtype=torch.int32, device=shards.device)
+    _best_shard_kernel[(entries,)](shards, tokens, entries, ranks, RANKS=triton.next_power_of_2(ranks), num_warps=1)
+    return tokens

@@ -53,7 +53,7 @@ class Sampler:
         self._vocab_start = vocab_start
         self._ids = torch.arange(vocab_start, vocab_start + vocab_size // tp.size, dtype=torch.int32, device=device)
         self._order = OrderKeys(vocab_size)
-        self._sample_shard = create_shard_sampler(device)
+        self._sample_shard, self._best_shard = create_shard_sampler(device)
 
     def sample(
         self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, mode: SamplingMode
@@ -127,8 +127,8 @@ class Sampler:
         """The best of the shards' best, the lowest id among equals: int32[S]."""
         if self._tp.size == 1:
             return tokens
-        keys = self._tp.all_gather(self._order.encode(scores, tokens)[None], 0).amax(0)
-        return torch.where(self._order.values(keys).isfinite(), self._order.ids(keys), UNUSABLE)
+        own = torch.stack((scores.view(torch.int32), tokens))
+        return self._best_shard(self._tp.all_gather(own[None], 0))
 
     def _filtered(
         self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, mode: SamplingMode

@@ -12,15 +12,16 @@ UNUSABLE = -1
 """Stands for a token where none can be sampled: a logit is NaN or +inf, or no id is allowed."""
 
 ShardSampler = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+ShardMerger = Callable[[torch.Tensor], torch.Tensor]
 
 
-def create_shard_sampler(device: torch.device) -> ShardSampler:
-    """`sample_shard` for `device`: one Triton kernel on CUDA, the function below elsewhere."""
+def create_shard_sampler(device: torch.device) -> tuple[ShardSampler, ShardMerger]:
+    """`sample_shard` and `best_shard` for `device`: a Triton kernel each on CUDA, the functions below elsewhere."""
     if device.type == "cuda":
-        from worker.kernels.sample import sample_shard as fused  # triton comes with torch for CUDA only
+        from worker.kernels import sample  # triton comes with torch for CUDA only
 
-        return fused
-    return sample_shard
+        return sample.sample_shard, sample.best_shard
+    return sample_shard, best_shard
 
 
 def sample_shard(
@@ -55,3 +56,14 @@ def best_of(scores: torch.Tensor, vocab_start: int) -> tuple[torch.Tensor, torch
     best = scores.gather(1, index[:, None])[:, 0]
     tokens = (index + vocab_start).to(torch.int32).masked_fill_(~best.isfinite(), UNUSABLE)
     return best.nan_to_num_(torch.inf, torch.inf, -torch.inf), tokens
+
+
+def best_shard(shards: torch.Tensor) -> torch.Tensor:
+    """The token of the best score, of the first shard among equals: int32[S].
+
+    Args:
+        shards: int32[R, 2, S], of each rank the bits of `best_of`'s scores, and its token ids.
+    """
+    scores = shards[:, 0].view(torch.float32)
+    winner = torch.from_numpy(scores.numpy().argmax(0))  # the first among equals, which torch does not promise
+    return shards[:, 1].gather(0, winner[None])[0]
