@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -17,6 +18,16 @@ LIBRARY_BYTES = 64 << 20
 """What the CPU's libraries take at their first use."""
 GRAPH_BYTES = 16 << 20
 """What one captured batch size holds beyond the memory that all graphs share."""
+
+
+def await_predecessor(device: Device, share: float, timeout: float = 5.0) -> None:
+    """At a restart: wait until `share` of the card is free, but no longer than `timeout` seconds. The rank that was here
+    before may still be giving its memory back: of another node's process nobody knows when it is gone."""
+    deadline = time.monotonic() + timeout
+    free, total = device.memory()
+    while free < share * total and time.monotonic() < deadline:
+        time.sleep(0.02)
+        free, total = device.memory()
 
 
 def cpu_room(device: Device, config: WorkerConfig, needed: int) -> int:

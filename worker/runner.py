@@ -20,7 +20,7 @@ from worker.device import Download, create_device
 from worker.errors import ModelError
 from worker.graphs import DecodeGraphs, decode_graph_sizes
 from worker.layers.ops import LayerOps, create_ops
-from worker.memory import cpu_bytes, cpu_room, cuda_room, graph_bytes, no_room
+from worker.memory import await_predecessor, cpu_bytes, cpu_room, cuda_room, graph_bytes, no_room
 from worker.model_config import ModelConfig, check_tp_size
 from worker.models.registry import ModelContext, create_model
 from worker.page_table import PageTable
@@ -142,6 +142,8 @@ class ModelRunner:
         Raises:
             ModelError: the checkpoint lacks a tensor, or holds one of another shape.
         """
+        if self.config.device == "cuda" and self.config.pages_fitted:
+            await_predecessor(self._device, self.config.memory_utilization)
         with self._device.compute():
             self._tp.use_symmetric_memory(self._dtype, self._device.torch_device)
             self._model = create_model(self._model_config, self._context)

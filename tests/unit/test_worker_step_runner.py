@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from worker.config import WorkerConfig
 from worker.errors import ModelError
+from worker.memory import await_predecessor
 from worker.parallel import TPGroup
 from worker.runner import ModelRunner
 
@@ -191,6 +194,15 @@ def test_the_largest_step_runs_and_writes_the_dummy_page_only(checkpoint) -> Non
     assert not runner._pool.k_cache(0)[:-1].any() and not runner._pool.v_cache(1)[:-1].any()
     rows = [driver.request(row, prompt) for row, prompt in zip([5, 0], prompts(3, 9), strict=True)]
     assert run(runner, driver, rows, 4) == [reference(model, row.tokens[: row.prompt_len], 4) for row in rows]
+
+
+def test_a_restart_waits_for_memory_but_not_for_ever() -> None:
+    device = mock.Mock()
+    device.memory.side_effect = [(1, 10), (5, 10), (9, 10)]
+    await_predecessor(device, 0.9, timeout=60.0)
+    assert device.memory.call_count == 3
+    device.memory.side_effect = lambda: (1, 10)
+    await_predecessor(device, 0.9, timeout=0.1)
 
 
 def test_clear_errors(checkpoint) -> None:
