@@ -21,8 +21,8 @@ GRAPH_BYTES = 16 << 20
 
 
 def await_predecessor(device: Device, share: float, timeout: float = 5.0) -> None:
-    """At a restart: wait until `share` of the card is free, but no longer than `timeout` seconds. The rank that was here
-    before may still be giving its memory back: of another node's process nobody knows when it is gone."""
+    """At a restart: wait until `share` of the card is free, but no longer than `timeout` seconds. The rank that was
+    here before may still be giving its memory back: of another node's process nobody knows when it is gone."""
     deadline = time.monotonic() + timeout
     free, total = device.memory()
     while free < share * total and time.monotonic() < deadline:
