@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 # A collective fails on the survivors before Ray reports the death that caused it: wait for the better explanation.
 _DIAGNOSIS_TIME = 0.3
+_NEWS_TIME = 2.0  # until Ray tells of the end of a rank that cannot be reached
 _STOP_GRACE = 5.0
 _KILL_GRACE = 0.5
 _END_TIMEOUT = 10.0
@@ -288,8 +289,8 @@ class WorkerGroup:
     # -- stopping ------------------------------------------------------------------------------------------------
 
     def _wait_for_end(self) -> bool:
-        """True if some rank's run() has ended, or ends within the time a diagnosis may take."""
-        deadline = time.monotonic() + _DIAGNOSIS_TIME
+        """True if some rank's run() has ended, or is heard to have ended within `_NEWS_TIME`."""
+        deadline = time.monotonic() + _NEWS_TIME
         while not self._ended and time.monotonic() < deadline:
             time.sleep(0.005)
         return bool(self._ended)

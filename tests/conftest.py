@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,13 @@ from hypothesis import HealthCheck, settings
 # How long an example takes on a busy machine says nothing.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+# Read by Ray and inherited by all it starts. Ranks at Ray's nice 15 get next to nothing beside another test file, and
+# Serve kills a proxy that is not ready within 5 s.
+os.environ.setdefault("RAY_worker_niceness", "0")
+os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "60")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -76,6 +76,18 @@ def start_all(server: Server) -> list[Reader]:
     return [Reader(server, COMMON | body) for body in REQUESTS]
 
 
+def start_and_wait(server: Server, count: int) -> list[Reader]:
+    """REQUESTS, each with so many chunks and none at its end: begun again if this process was away for too long."""
+    for _ in range(5):
+        readers = start_all(server)
+        until(lambda: all(len(r.chunks) >= count or not r.is_alive() for r in readers), 120)  # noqa: B023
+        if all(reader.is_alive() for reader in readers):
+            return readers
+        for reader in readers:
+            reader.result()
+    raise AssertionError(f"some of the streams ended before all had {count} chunks, five times")
+
+
 def wait_for_chunks(readers: list[Reader], count: int) -> None:
     until(lambda: all(len(reader.chunks) >= count or not reader.is_alive() for reader in readers), 60)
     assert all(reader.is_alive() for reader in readers)

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from tests.chaos.http_streams import COMMON, PROMPTS, REQUESTS, Reader, start_all, wait_for_chunks
+from tests.chaos.http_streams import COMMON, PROMPTS, REQUESTS, Reader, start_all, start_and_wait
 from tests.chaos.sockets import break_unix_connections
 from tests.integration.http_server import running_server, until
 
@@ -21,8 +21,7 @@ pytestmark = [pytest.mark.usefixtures("private_ray"), pytest.mark.timeout(600)]
 def test_streams_survive_the_kill_of_their_rank(server, expected: list[dict]) -> None:
     before = recoveries(server)
     pid = info(server)["ranks"][0]["pid"]
-    readers = start_all(server)
-    wait_for_chunks(readers, 10)
+    readers = start_and_wait(server, 10)
     os.kill(pid, signal.SIGKILL)
     until(lambda: server.get("/ready").status_code == 503, 60)
     answer = server.get("/ready").json()["error"]
@@ -56,8 +55,7 @@ def test_streams_survive_the_kill_of_the_engines_process(
 ) -> None:
     for _ in range(pytestconfig.option.repetitions or 1):
         before = info(server)
-        readers = start_all(server)
-        wait_for_chunks(readers, 10)
+        readers = start_and_wait(server, 10)
         os.kill(before["driver_pid"], signal.SIGKILL)
         until(lambda: server.get("/ready").status_code == 503, 60)
         late = Reader(server, COMMON | REQUESTS[0])
@@ -72,8 +70,7 @@ def test_streams_survive_the_kill_of_the_engines_process(
 def test_streams_survive_a_broken_side_channel(server, expected: list[dict], pytestconfig: pytest.Config) -> None:
     pid = info(server)["driver_pid"]
     for _ in range(pytestconfig.option.repetitions or 1):
-        readers = start_all(server)
-        wait_for_chunks(readers, 10)
+        readers = start_and_wait(server, 10)
         assert break_unix_connections(pid, "raydix-ingress-") > 0
         assert [reader.result() for reader in readers] == expected
         assert info(server)["driver_pid"] == pid

@@ -81,9 +81,9 @@ class TestCommand:
         server, children = self.start(processes)
         self.stream(server)
         server.process.send_signal(signal.SIGTERM)
-        until(lambda: "finishing what runs" in server.log, 30)
+        until(lambda: "finishing what runs" in server.log, 60)
         server.process.send_signal(signal.SIGTERM)
-        assert server.wait(10) == 128 + signal.SIGTERM  # the stream would take longer, and the grace period much longer
+        assert server.wait(60) == 128 + signal.SIGTERM  # the stream would take longer, and the grace period much longer
         assert_all_ended(children)
 
     def test_kill_9_leaves_no_process_and_the_next_start_removes_its_files(self, processes: list[ServeProcess]) -> None:

@@ -28,10 +28,10 @@ POISON = (101, 102)  # the seed of `Service.submit` is the request's id
 
 
 @contextmanager
-def service(fault: Poison | Faults, starts: int = 4) -> Iterator[Service]:
+def service(fault: Poison | Faults, starts: int = 4, step_timeout: float = 60.0) -> Iterator[Service]:
     group = make_group()
     group.config = replace(group.config, make_runner=fault)
-    running = Service(group, step_timeout=5.0, budget=StartBudget(starts, 600.0))
+    running = Service(group, step_timeout, budget=StartBudget(starts, 600.0))
     try:
         yield running
     finally:
@@ -95,7 +95,7 @@ def expected(private_ray) -> dict[int, list[int]]:
 def test_the_poison_request_alone_fails_and_15_neighbours_complete(
     expected: dict[int, list[int]], tokens: int, how: str
 ) -> None:
-    with service(Poison(POISON, 0, tokens, how, Faults())) as running:
+    with service(Poison(POISON, 0, tokens, how, Faults()), step_timeout=5.0 if how == "hang" else 60.0) as running:
         outputs = Outputs(running.arrivals)
         submit_neighbours(running)
         outputs.wait_for_tokens({1, 2, 3})

@@ -42,6 +42,7 @@ def wait_until(condition, timeout: float = 120.0) -> None:
         time.sleep(0.01)
 
 
+STEP_TIMEOUT = 10.0  # seconds; a rank that is well is never silent for so long
 HASTY = 4  # every so many kills do not wait until there are spare ranks again
 
 
@@ -104,11 +105,11 @@ def test_a_stopped_rank_is_found_by_the_watchdog(
     tiny_llama: Path, expected: list[list[int]], pytestconfig: pytest.Config, record_property
 ) -> None:
     stops = pytestconfig.option.repetitions or 1
-    with running(Load(tiny_llama, step_timeout=3.0)) as load:
+    with running(Load(tiny_llama, step_timeout=STEP_TIMEOUT)) as load:
         pauses, cold = disturb(load, signal.SIGSTOP, stops, random.Random(stops))
         load.drain()
         load.check(expected)
-    show(record_property, "SIGSTOP, step_timeout 3 s", pauses, cold)
+    show(record_property, f"SIGSTOP, step_timeout {STEP_TIMEOUT:g} s", pauses, cold)
 
 
 @pytest.mark.parametrize(

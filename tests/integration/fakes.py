@@ -95,8 +95,8 @@ def fake_group_config(tp_size: int, faults: Faults = Faults(), **worker: object)
         worker=WorkerConfig(model_path="", tp_size=tp_size, max_seq_len=MAX_SEQ_LEN, **worker),
         resources={"CPU": 1.0},
         backend="gloo",
-        placement_timeout=5.0,
+        placement_timeout=60.0,
         start_timeout=60.0,
-        step_timeout=5.0,
+        step_timeout=30.0,
         make_runner=faults,
     )

@@ -13,7 +13,8 @@ import httpx
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from cluster.serve import build_openai_app
+from cluster.config import EngineConfig
+from cluster.serve.app import make_app
 
 MODEL = "SmolLM2-135M-Instruct"
 CONFIG = {
@@ -75,12 +76,14 @@ def free_port() -> int:
 
 
 @contextmanager
-def running_server(**config: Any) -> Iterator[Server]:
-    """Start a server with CONFIG and these settings; take everything down at the end."""
+def running_server(engine: dict[str, Any] | None = None, **config: Any) -> Iterator[Server]:
+    """Start a server with CONFIG and these settings, and Serve's options for the engine; take everything down at the
+    end."""
     port = free_port()
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(build_openai_app(CONFIG | {"spare_ranks": False} | config), name="test", route_prefix="/")
+        settings = EngineConfig.parse(CONFIG | {"spare_ranks": False} | config)
+        serve.run(make_app(settings, engine), name="test", route_prefix="/")
         server = Server(f"http://127.0.0.1:{port}", serve.get_deployment_handle("engine", "test"))
         until(lambda: server.get("/ready").status_code == 200, 120)
         yield server

@@ -134,14 +134,14 @@ def test_serve_three_workers_answers_and_stops_cleanly(start):
     assert example.status_code == 200
 
     processes = server.children()
-    finishing = ThreadPoolExecutor().submit(ask, server.url, temperature=0, max_tokens=40, min_tokens=40)
-    until(lambda: httpx.get(f"{server.url}/ready").json()["stats"]["running"] == 1)
+    finishing = ThreadPoolExecutor().submit(ask, server.url, temperature=0, max_tokens=80, min_tokens=80)
+    until(lambda: httpx.get(f"{server.url}/ready", timeout=60).json()["stats"]["running"] == 1)
     server.process.send_signal(signal.SIGTERM)
-    until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
-    refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"})
+    until(lambda: httpx.get(f"{server.url}/ready", timeout=60).status_code == 503)
+    refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=60)
     assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 0
     assert "stopping" in refused.json()["error"]["message"]
-    assert finishing.result(180)["usage"]["completion_tokens"] == 40
+    assert finishing.result(240)["usage"]["completion_tokens"] == 80
     assert server.wait(180) == 0
     assert server.log.rstrip().endswith("raydix: stopped")
     assert_all_ended(processes)

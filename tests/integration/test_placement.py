@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import ray
@@ -70,7 +71,7 @@ def test_it_waits_for_room_that_comes() -> None:
 
 
 def test_a_group_that_does_not_fit_leaves_nothing_behind() -> None:
-    group = WorkerGroup(fake_group_config(9))
+    group = WorkerGroup(replace(fake_group_config(9), placement_timeout=5.0))
     with pytest.raises(PlacementError, match="9 x"):
         group.start(Timeline(no_progress))
     wait_for_free_cpus(8)

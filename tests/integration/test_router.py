@@ -85,7 +85,7 @@ def test_sessions_go_where_their_prefix_is(client, engines):
         assert min(spread) > 0, spread  # misses spread
 
         def all_cached() -> bool:
-            usages = pool.map(lambda number: complete(client, session(number, 310)), range(12))
+            usages = pool.map(lambda number: complete(client, session(number, 310)), range(36))
             return all(usage["prompt_tokens_details"]["cached_tokens"] >= 256 for usage in usages)
 
         until(all_cached, 60)  # as soon as the replicas have reported
@@ -95,7 +95,7 @@ def test_work_goes_back_to_nothing(client):
     def outstanding() -> float:
         return sum(sample.value for sample in samples(client, "raydix_outstanding_tokens"))
 
-    body = {"prompt": session(50, 100), "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    body = {"prompt": session(50, 100), "max_tokens": 3000, "n": 8, "ignore_eos": True, "stream": True}
     for _ in range(3):
         with client.stream("POST", "/v1/completions", json=body) as answer:
             assert answer.status_code == 200

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import psutil
@@ -113,8 +113,9 @@ def test_a_stop_while_spares_start_leaves_none() -> None:
 
 
 def rank_processes() -> set[int]:
-    return {
-        process.pid
-        for process in psutil.Process().children(recursive=True)
-        if process.name().startswith("ray::RankActor")
-    }
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it ended just now
+            if process.name().startswith("ray::RankActor"):
+                found.add(process.pid)
+    return found

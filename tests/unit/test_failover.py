@@ -51,7 +51,7 @@ class Engine:
         await self.until(lambda: not self.failover._lost)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < deadline
             await asyncio.sleep(0.005)
@@ -99,7 +99,7 @@ async def test_when_no_engine_comes_all_that_wait_fail_with_one_error() -> None:
 
 
 async def test_after_giving_up_the_next_loss_is_a_first_one() -> None:
-    engine = Engine(timeout=0.5)
+    engine = Engine(timeout=4.0)
     streams = engine.open(2)
     await engine.lose(Loss.CONNECTION)
     await engine.until(lambda: all(stream.error for stream in streams) and not engine.failover.active)

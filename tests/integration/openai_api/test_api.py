@@ -273,7 +273,7 @@ def test_usage_in_every_chunk(client):
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[0] == 0 and counts[1] >= 1 and counts[-1] == counts[-2]
-    assert len(set(counts)) > 3
+    assert len(set(counts)) > 2  # none, the first, all
     assert len({chunk.usage.prompt_tokens for chunk in chunks}) == 1
 
 
