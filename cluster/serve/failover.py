@@ -141,7 +141,7 @@ class Failover:
         if self._away or self._lost or self._suspects.alone is not None:
             asyncio.get_running_loop().call_later(CHECK, self._watch)
         else:
-            self._watching = False
+            self._watching, self._losses = False, 0
 
     def _review(self) -> None:
         self._suspects.review(lambda stream: None if stream.ended or stream.complete else len(stream.tokens))

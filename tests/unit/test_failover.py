@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
@@ -64,6 +65,23 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failover, "FIRST_DELAY", 0.01)
 
 
+@dataclass
+class Clock:
+    """`Failover`'s time, which only a test moves."""
+
+    now: float = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(failover, "time", clock)
+    return clock
+
+
 async def test_all_streams_of_a_dead_engine_are_sent_again_in_their_order() -> None:
     engine = Engine()
     streams = engine.open(3)
@@ -109,6 +127,24 @@ async def test_after_giving_up_the_next_loss_is_a_first_one() -> None:
     await engine.lose()
     await engine.until(lambda: engine.running == [late])
     assert late.error is None
+
+
+async def test_after_a_loss_that_nobody_survived_the_next_one_is_a_first_one(clock: Clock) -> None:
+    engine = Engine()
+    (poison,) = engine.open(1)
+    while poison.error is None:
+        poison.get_on(1)  # the convict may get some tokens, fewer than would clear it, before it kills once more
+        await engine.lose()
+        await engine.until(lambda: poison.error or poison in engine.running)
+    assert isinstance(poison.error, PoisonRequestError)
+    await engine.until(lambda: not engine.failover.active)
+    clock.now += 1000
+    streams = engine.open(3)
+    await engine.lose()
+    await engine.until(lambda: engine.running == streams)
+    streams[0].get_on(1)
+    await engine.until(lambda: streams[0] not in engine.failover._away)  # they were looked at
+    assert not any(stream.error for stream in streams)
 
 
 async def test_deaths_between_which_streams_get_on_harm_nobody() -> None:
