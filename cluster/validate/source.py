@@ -107,6 +107,8 @@ def load_text(file: str, text: str, first_line: int = 1) -> list[Source]:
         mark = getattr(error, "problem_mark", None)
         line = first_line + (mark.line if mark else 0)
         raise ConfigError(f"{file}:{line}: not YAML: {getattr(error, 'problem', None) or error}") from error
+    except ConfigError:
+        raise
     except RecursionError as error:
         raise ConfigError(f"{file}:{first_line}: nested too deeply, or in itself") from error
     except (TypeError, ValueError) as error:  # a key that is a mapping; a date that does not exist
