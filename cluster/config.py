@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 
 from cluster.errors import ConfigError
 from cluster.routing import DEFAULT_BETA
@@ -165,6 +165,21 @@ class EngineConfig(BaseModel):
     ray_address: str = Field(
         "auto", description="local: a private Ray; auto: a running one, else private; or HOST:PORT"
     )
+
+    @field_validator("attention_backend")
+    @classmethod
+    def _flash_needs_a_gpu(cls, backend: str, info: ValidationInfo) -> str:
+        if backend == "flash" and info.data.get("device") == "cpu":
+            raise ValueError("FlashAttention-4 runs on a GPU, and device is cpu; use auto or torch")
+        return backend
+
+    @field_validator("executor")
+    @classmethod
+    def _one_rank_without_ray(cls, executor: str, info: ValidationInfo) -> str:
+        tp_size = info.data.get("tp_size", 1)
+        if executor == "inproc" and tp_size != 1:
+            raise ValueError(f"inproc runs one rank, not tp_size {tp_size}; use executor ray")
+        return executor
 
     @field_validator("api_key")
     @classmethod

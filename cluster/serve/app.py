@@ -42,19 +42,23 @@ def build_models_app(args: dict[str, Any]) -> Application:
     Raises:
         ConfigError: an unknown setting or a value outside its limits, or two models of one name.
     """
+    configs = engine_configs(args)
+    engines = [engine_app(config, {"name": name}) for name, config in configs.items()]
+    return ingress_app(engines, list(configs.values()), {})
+
+
+def engine_configs(args: dict[str, Any]) -> dict[str, EngineConfig]:
+    """The engine deployments of `build_models_app` by name, in the order of `models`. Raises ConfigError."""
     entries = args.get("models")
     if not (isinstance(entries, list) and entries and all(isinstance(entry, dict) for entry in entries)):
         raise ConfigError("models: must be a list of settings, one mapping for each model")
     common = {name: value for name, value in args.items() if name != "models"}
     configs = [EngineConfig.parse(common | entry) for entry in entries]
     names = [config.served_model_name or served_name(config.model) for config in configs]
-    if len(set(names)) < len(names):
+    found = {f"{ENGINE}-{name.replace('/', '-')}": config for name, config in zip(names, configs, strict=True)}
+    if len(found) < len(names):
         raise ConfigError(f"models: two have one name ({', '.join(names)}); set served_model_name")
-    engines = [
-        engine_app(config, {"name": f"{ENGINE}-{name.replace('/', '-')}"})
-        for config, name in zip(configs, names, strict=True)
-    ]
-    return ingress_app(engines, configs, {})
+    return found
 
 
 def make_app(

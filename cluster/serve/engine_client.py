@@ -1,6 +1,7 @@
 """The ingress's side of an engine: one Serve call per stream, open as long as the stream, and its cancellation.
 
-When the engine's process dies under a stream, the stream is sent to another with the tokens it has (`failover`).
+When the engine's process dies under a stream, or its engine fails while there is another, the stream is sent to another
+with the tokens it has (`failover`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from cluster.config import EngineConfig
 from cluster.detokenizer import IncrementalDetokenizer
 from cluster.errors import (
     EngineClosedError,
+    EngineDeadError,
     NotReadyError,
     OverloadedError,
     RaydixError,
@@ -74,6 +76,7 @@ class _Call:
     sampling: SamplingParams
     options: GroupOptions
     response: DeploymentResponse | None = None
+    ticket: Ticket | None = None
     starts: int = 0
     # not that of the HTTP request: Serve gives all calls in it one id, by which a router tells calls apart
     context: contextvars.Context = field(default_factory=contextvars.Context)
@@ -93,7 +96,7 @@ class EngineClient:
         self._table = StreamTable(asyncio.get_running_loop(), self.metrics, self._on_gap)
         self._receiver = StepReceiver(self._table.on_message, node_id, node_ip, self.fleet.learn)
         self._subscriber = Subscriber(handle, self._receiver.address, self.fleet)
-        self._failover = Failover(config.replica_timeout, self._submit, self._fail)
+        self._failover = Failover(config.replica_timeout, self._submit, self._fail, self._is_held)
         self._calls: dict[TokenStream, _Call] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._deadlines: dict[StreamGroup, asyncio.TimerHandle] = {}
@@ -194,7 +197,7 @@ class EngineClient:
             sampling = sampling.model_copy(update={"prompt_logprobs": None})
         call.starts += 1
         ids = np.array(call.prompt + stream.tokens, dtype=np.int32)
-        ticket = self.fleet.ticket(ids, sampling.max_tokens - len(stream.tokens))
+        call.ticket = ticket = self.fleet.ticket(ids, sampling.max_tokens - len(stream.tokens))
         asked = EngineCall(
             self._receiver.address,
             stream.stream_id,
@@ -209,6 +212,10 @@ class EngineClient:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def _is_held(self, stream: TokenStream) -> bool:
+        call = self._calls.get(stream)
+        return call is not None and call.ticket is not None and self.fleet.is_held(call.ticket)
+
     def _forget_call(self, stream: TokenStream) -> None:
         call = self._calls.pop(stream, None)
         if call is not None and call.response is not None and not stream.engine_ended:
@@ -218,6 +225,7 @@ class EngineClient:
         """Wait for the end of the call; tell the stream if it ended badly."""
         try:
             reply = await response
+            replica = ticket.replica
         except Exception as error:
             if stream.ended or call.response is not response:  # our own cancellation
                 return
@@ -237,6 +245,8 @@ class EngineClient:
             self._lose(stream, str(error), Loss.CONNECTION)
         elif isinstance(error, EngineClosedError) or (isinstance(error, OverloadedError) and call.starts > 1):
             self._lose(stream, str(error), Loss.CLOSED)
+        elif isinstance(error, EngineDeadError) and self.fleet.failed(replica):
+            self._lose(stream, str(error), Loss.CLOSED if reply.get("refused") else Loss.DEATH)
         elif error is not None:
             stream.engine_ended = True
             self._fail(stream, error)

@@ -63,7 +63,7 @@ class EngineDeployment:
         ended. `work`: see `cluster.serve.fleet.Ticket`. Cancelling the call aborts the request.
 
         Returns:
-            {"finish": FinishReason} or {"error": see `errors.to_wire`}.
+            {"finish": FinishReason} or {"error": see `errors.to_wire`}; with "refused" if the request never ran.
         """
         asked = EngineCall.decode(call)
         self._loop = asyncio.get_running_loop()
@@ -86,7 +86,7 @@ class EngineDeployment:
             finally:
                 del self._open[request_id]
         except RaydixError as error:
-            return {"error": to_wire(error)}
+            return {"error": to_wire(error), "refused": True}
 
     async def subscribe(self, address: ReplyAddress) -> None:
         """From now on reports go to this ingress (`replica_report`), until it is gone."""

@@ -18,6 +18,7 @@ GATHER = 0.2  # seconds in which the calls to one dead replica fail, one after t
 CHECK = 0.1  # seconds between looks at whether streams get on
 LAST_DELAY = 10.0  # seconds before a loss is answered, at most
 CONNECTION_LOSSES = 3  # of one stream in a row, until it fails
+HELD_TIMEOUTS = 10  # timeouts that streams may stand in the line of an engine that is well
 
 
 class Loss(Enum):
@@ -36,9 +37,11 @@ class Failover:
     dies once more (see `Suspects`); others, new ones too, wait meanwhile.
 
     Args:
-        timeout: seconds without any sign of life after which all streams that wait fail.
+        timeout: seconds without any sign of life after which all streams that wait fail. That an engine which is well
+            has one of them, be it behind others, counts as a sign, for `HELD_TIMEOUTS` times as long.
         submit: sends a stream, which has been renewed, to the engine.
         fail: ends a stream with an error.
+        is_held: whether an engine that is well has the stream, or will as soon as it takes one more.
     """
 
     def __init__(
@@ -46,10 +49,12 @@ class Failover:
         timeout: float,
         submit: Callable[[TokenStream], None],
         fail: Callable[[TokenStream, RaydixError], None],
+        is_held: Callable[[TokenStream], bool],
     ) -> None:
         self._timeout = timeout
         self._submit = submit
         self._fail = fail
+        self._is_held = is_held
         self._lost: dict[TokenStream, Loss] = {}  # not judged yet
         self._away: dict[TokenStream, int] = {}  # without a token since the loss; how many they had
         self._waiting: list[TokenStream] = []  # of those, the ones that are not sent yet
@@ -57,6 +62,7 @@ class Failover:
         self._suspects: Suspects[TokenStream] = Suspects()
         self._losses = 0  # in a row
         self._last_sign = 0.0  # `time.monotonic()` of the latest loss after a token, or token after a loss
+        self._last_held = 0.0  # when an engine that was well had one of `_away`
         self._cause = ""
         self._watching = False
 
@@ -96,7 +102,7 @@ class Failover:
             poison = self._suspects.failed(dead)
             if poison is not None:
                 self._losses = 1
-                message = "the engine's process dies whenever this request runs, also when it runs alone"
+                message = "the engine dies whenever this request runs, also when it runs alone"
                 self._fail(poison, PoisonRequestError(f"{message}: {self._cause}"))
         for stream, loss in lost.items():
             if loss is Loss.CONNECTION and self._too_often(stream):
@@ -136,18 +142,24 @@ class Failover:
         self._review()
         if self._suspects.alone is not alone:
             self._resubmit()
-        if now - self._last_sign > self._timeout:
-            self._give_up()
+        if any(map(self._is_held, self._away)):
+            self._last_held = now
+        if now - max(self._last_sign, self._last_held) > self._timeout:
+            self._give_up(1)
+        elif now - self._last_sign > HELD_TIMEOUTS * self._timeout:
+            self._give_up(HELD_TIMEOUTS)
         if self._away or self._lost or self._suspects.alone is not None:
             asyncio.get_running_loop().call_later(CHECK, self._watch)
         else:
-            self._watching = False
+            self._watching, self._losses = False, 0
 
     def _review(self) -> None:
         self._suspects.review(lambda stream: None if stream.ended or stream.complete else len(stream.tokens))
 
-    def _give_up(self) -> None:
-        error = EngineDeadError(f"{self._cause}; no other took over within {self._timeout:g} s (replica_timeout)")
+    def _give_up(self, rounds: int) -> None:
+        """`rounds`: the timeouts that are over."""
+        limit = "replica_timeout" if rounds == 1 else f"{rounds} x replica_timeout"
+        error = EngineDeadError(f"{self._cause}; no other took over within {rounds * self._timeout:g} s ({limit})")
         streams, self._away, self._waiting = list(self._away), {}, []
         self._suspects, self._losses = Suspects(), 0
         self._connection_losses.clear()

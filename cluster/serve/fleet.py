@@ -3,7 +3,7 @@
 A request gets a `Ticket`, which travels inside its Serve call as far as the router, in this process. The router asks
 the fleet for an order of replicas by `cluster.routing`'s score; the ticket's work counts there from that moment until
 the ticket is closed, whatever becomes of the call. What other ingresses gave a replica, what its prefix cache holds
-and whether it recovers, it reports itself (`replica_report`).
+and whether it is well, it reports itself (`replica_report`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class _Replica:
     sequence: int = 0  # of the last report that was understood; 0: its cache is not known
     reported: float | None = None  # when that was
     others: int = 0  # outstanding tokens of other ingresses' requests
-    recovering: bool = False
+    unwell: bool = False  # as last reported
+    failed: bool = False  # its engine, for good
 
 
 class Ticket:
@@ -90,12 +91,16 @@ class Fleet:
     def order(self, running: Sequence[str], ticket: Ticket | None) -> list[str]:
         """Replicas that may get the request, best first; its work counts for the first from now on.
 
-        `running` are those that Serve sends requests to. One that recovers or has fallen silent is left out, unless
-        all are.
+        `running` are those that Serve sends requests to. One that is unwell or has fallen silent is left out, unless
+        all are; one whose engine has failed even then, while there is another.
         """
         with self._lock:
             self._retain(running)
-            names = [name for name in running if self._is_well(self._replicas[name])] or list(running)
+            names = (
+                [name for name in running if self._is_well(self._replicas[name])]
+                or [name for name in running if not self._replicas[name].failed]
+                or list(running)
+            )
             replicas = [self._replicas[name] for name in names]
             matched = np.zeros(len(names), dtype=np.int64)
             if ticket is not None and ticket.hashes:
@@ -119,6 +124,20 @@ class Fleet:
                 blocks = self._index.matched(ticket.hashes, replica.slot + 1)[replica.slot] if replica else 0
                 self._assign(ticket, name, self._block * int(blocks))
 
+    def failed(self, name: str | None) -> bool:
+        """A replica has answered that its engine has failed, which it will say to every request from now on. Returns
+        whether there is another."""
+        with self._lock:
+            if name in self._replicas:
+                self._replicas[name].failed = True
+            return any(not replica.failed for replica in self._replicas.values())
+
+    def is_held(self, ticket: Ticket) -> bool:
+        """Whether a replica that reports that it is well has the request, or gets it next."""
+        with self._lock:
+            replica = self._replicas.get(ticket.replica)
+            return replica is not None and replica.reported is not None and self._is_well(replica)
+
     def learn(self, report: ReplicaReport) -> None:
         """A replica's report; of one that Serve has not told us of yet, nothing is kept."""
         with self._lock:
@@ -126,7 +145,7 @@ class Fleet:
             if replica is None:
                 return
             replica.reported = self._clock()
-            replica.others, replica.recovering = report.outstanding, report.recovering
+            replica.others, replica.unwell = report.outstanding, report.unwell
             follows = replica.sequence and report.sequence == replica.sequence + 1
             if report.block == self._block and (report.change.full or follows):
                 self._index.learn(replica.slot, report.change)
@@ -163,7 +182,7 @@ class Fleet:
         return replica.reported is not None and self._clock() - replica.reported > SILENT_SECONDS
 
     def _is_well(self, replica: _Replica) -> bool:
-        return not replica.recovering and not self._is_silent(replica)
+        return not (replica.unwell or replica.failed or self._is_silent(replica))
 
     def _assign(self, ticket: Ticket, name: str, matched: int) -> None:
         if ticket.closed:

@@ -26,7 +26,7 @@ from cluster.serve.completions import completion
 from cluster.serve.dashboard import Collector, ingress_facts, page_file
 from cluster.serve.errors import problem_of
 from cluster.serve.gate import Gate, Rules, respond
-from cluster.serve.metrics import ModelMetrics, render
+from cluster.serve.metrics import render
 from cluster.serve.models import Models, sums
 from cluster.serve.protocol import (
     ChatCompletionRequest,
@@ -119,7 +119,7 @@ class Ingress:
 
     @app.get("/v1/models")
     async def models(self) -> ModelList:
-        return ModelList(data=[model.service.card for model in self._models.all])
+        return ModelList(data=self._models.cards)
 
     @app.get("/v1/models/{model:path}")
     async def model(self, model: str) -> ModelCard:
@@ -149,16 +149,11 @@ class Ingress:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(self) -> Response:
         """Of all replicas of the ingress and the engines, whichever of them is asked."""
-        models = self._models.all
         ingresses, *engines = await asyncio.gather(
-            ask_all(self._siblings, "client_metrics"), *(ask_all(model.engine, "metrics") for model in models)
+            ask_all(self._siblings, "client_metrics"), *(ask_all(model.engine, "metrics") for model in self._models.all)
         )
         ingresses |= {self._replica: await self.client_metrics()}
-        text = render(
-            ModelMetrics(model.name, {name: each[model.name] for name, each in ingresses.items()}, of_engines)
-            for model, of_engines in zip(models, engines, strict=True)
-        )
-        return Response(text, media_type=CONTENT_TYPE_LATEST)
+        return Response(render(self._models.metrics(ingresses, engines)), media_type=CONTENT_TYPE_LATEST)
 
     @app.post("/flight_record")
     async def flight_record(self) -> dict[str, Any]:
@@ -167,9 +162,8 @@ class Ingress:
         return {"recordings": [recording for recordings in found for recording in recordings]}
 
     async def client_metrics(self) -> dict[str, Any]:
-        """For the other ingresses: what this one's clients saw of each model; see `IngressMetrics.snapshot`."""
-        seen = {model.name: model.service.engine.metrics.snapshot() for model in self._models.all}
-        return seen | {"replica": self._replica}
+        """For the other ingresses: see `Models.client_metrics`."""
+        return self._models.client_metrics() | {"replica": self._replica}
 
     @app.get("/dashboard/state")
     async def dashboard_state(self) -> dict[str, Any]:

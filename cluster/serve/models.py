@@ -14,10 +14,12 @@ from ray.serve.handle import DeploymentHandle
 from cluster.config import EngineConfig
 from cluster.errors import EngineError, InvalidRequestError, NotReadyError, UnknownModelError
 from cluster.model_files import served_name
+from cluster.serve.answers import ModelCard
 from cluster.serve.broadcast import ask_all
 from cluster.serve.engine_client import EngineClient
 from cluster.serve.errors import from_wire
 from cluster.serve.logprobs import LogprobWriter
+from cluster.serve.metrics import ModelMetrics
 from cluster.serve.parsers import choose_tool_parser, has_reasoning
 from cluster.serve.service import Service
 from cluster.serve.text import TextWorker
@@ -148,6 +150,34 @@ class Models:
     def loaded(self) -> list[Service]:
         """The services of the models that are up."""
         return [model.loaded for model in self.all if model.loaded is not None]
+
+    @property
+    def cards(self) -> list[ModelCard]:
+        """What /v1/models tells of the models that are up.
+
+        Raises:
+            NotReadyError, EngineError: none is; see `ServedModel.service`.
+        """
+        return [service.card for service in self.loaded or [self.all[0].service]]
+
+    def client_metrics(self) -> dict[str, Any]:
+        """What the clients of this ingress saw of the models that are up, by name; see `IngressMetrics.snapshot`."""
+        return {model.name: model.loaded.engine.metrics.snapshot() for model in self.all if model.loaded is not None}
+
+    def metrics(self, ingresses: dict[str, dict[str, Any]], engines: Sequence[dict[str, Any]]) -> list[ModelMetrics]:
+        """Of each model, also of one that is not up here or at another ingress.
+
+        Args:
+            ingresses: `client_metrics` by ingress. engines: for each model, the metrics of its engines by replica.
+        """
+        return [
+            ModelMetrics(
+                model.name,
+                {name: seen[model.name] for name, seen in ingresses.items() if model.name in seen},
+                of_engines,
+            )
+            for model, of_engines in zip(self.all, engines, strict=True)
+        ]
 
     async def drain(self, grace: float) -> int:
         """See `EngineClient.drain`, for all models at once."""

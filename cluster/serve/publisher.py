@@ -79,13 +79,16 @@ class Publisher:
         self._busy = self.outstanding > 0
         channels = list(self._sequences)
         reading = await asyncio.to_thread(self._engine.read_digest, new)
-        if reading is None:  # silence says that this replica is not well, and then everything is told anew
+        failed = self._engine.failure is not None
+        if failed:  # it holds nothing any more; until Serve ends it, each report says that it is not well
+            reading = DigestReading.empty()
+        elif reading is None:  # silence says that this replica is not well, and then everything is told anew
             self._sequences = dict.fromkeys(self._sequences, 0)
             return
         for channel in channels:
-            self._report(channel, reading)
+            self._report(channel, reading, failed or self._engine.recovering is not None)
 
-    def _report(self, channel: int, reading: DigestReading) -> None:
+    def _report(self, channel: int, reading: DigestReading, unwell: bool) -> None:
         sequence = self._sequences[channel]
         change = reading.change
         if not sequence:
@@ -98,7 +101,7 @@ class Publisher:
             self._block,
             change,
             self.outstanding - self._work[channel],
-            self._engine.recovering is not None,
+            unwell,
         )
         if self._sender.send_report(channel, report):
             self._sequences[channel] = sequence + 1

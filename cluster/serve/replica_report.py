@@ -2,7 +2,7 @@
 
 Frames: REPORT, and one msgpack array::
 
-    [VERSION, secret, replica, sequence, block, full, added uint64[n], removed uint64[m], outstanding, recovering]
+    [VERSION, secret, replica, sequence, block, full, added uint64[n], removed uint64[m], outstanding, unwell]
 
 See `side_channel` for the way, and for who is believed.
 """
@@ -32,7 +32,7 @@ class ReplicaReport:
     block         tokens per hash of its digest
     change        of its prefix cache, since the last report
     outstanding   tokens of work of requests that came from other ingresses, see `cluster.routing.work_of`
-    recovering    its ranks are being started again
+    unwell        its ranks are being started again, or its engine has failed
     """
 
     replica: str
@@ -40,13 +40,13 @@ class ReplicaReport:
     block: int
     change: DigestChange
     outstanding: int
-    recovering: bool
+    unwell: bool
 
     def encode(self, secret: bytes) -> bytes:
         change = self.change
         arrays = [part.astype(_HASH, copy=False).tobytes() for part in (change.added, change.removed)]
         head = [VERSION, secret, self.replica, self.sequence, self.block, change.full]
-        return msgpack.packb([*head, *arrays, self.outstanding, self.recovering])
+        return msgpack.packb([*head, *arrays, self.outstanding, self.unwell])
 
     @classmethod
     def decode(cls, data: bytes, secret: bytes) -> ReplicaReport:
@@ -59,8 +59,8 @@ class ReplicaReport:
             raise TransportError("a report of another version or with a wrong secret")
         if len(parts) != len(_TYPES) or not all(type(part) is kind for part, kind in zip(parts, _TYPES, strict=True)):
             raise TransportError("a report with parts of wrong types")
-        replica, sequence, block, full, added, removed, outstanding, recovering = parts
+        replica, sequence, block, full, added, removed, outstanding, unwell = parts
         if block < 1 or outstanding < 0 or len(added) % _HASH.itemsize or len(removed) % _HASH.itemsize:
             raise TransportError("a report with values out of range")
         change = DigestChange(full, np.frombuffer(added, _HASH), np.frombuffer(removed, _HASH))
-        return cls(replica, sequence, block, change, outstanding, recovering)
+        return cls(replica, sequence, block, change, outstanding, unwell)

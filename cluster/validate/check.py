@@ -8,10 +8,11 @@ from typing import Any
 from cluster.config import EngineConfig
 from cluster.validate.capacity import Nodes, place
 from cluster.validate.cluster_file import check_cluster, unknown_types
+from cluster.validate.engines import check_growth
 from cluster.validate.kube_file import check_kubernetes, is_kubernetes
 from cluster.validate.models import check_model
 from cluster.validate.problems import Problem, Problems, check_text, nearest
-from cluster.validate.serve_file import ServedApplication, check_growth, check_serve, demands
+from cluster.validate.serve_file import ServedApplication, check_serve, demands
 from cluster.validate.source import Source, load_file
 
 # Keys that tell a file's kind; near misses count, since a file whose first key is misspelt is still what it is.
@@ -114,7 +115,7 @@ def _check_fit(served: _Served, clusters: list[_Cluster], report: Report) -> Non
         report.notes.append(f"{file}: not proved to fit {where}: the resources of {', '.join(names)} are not written")
         return
     for application in served.applications:
-        check_growth(served.problems, application, nodes)
+        check_growth(served.problems, application.engines.values(), nodes)
     asked = [demand for application in served.applications for demand in demands(application, nodes.has_gpus)]
     used, misfit, why = place(nodes, asked)
     if misfit is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, field
-from pathlib import Path as FilePath
 from typing import Any
 
 from ray.runtime_env import RuntimeEnv
@@ -13,33 +12,23 @@ from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 from ray.serve._private.build_app import build_app
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.config import EngineConfig
-from cluster.serve import build_openai_app
-from cluster.serve.engine_deployment import EngineDeployment
-from cluster.settings import group_config
-from cluster.validate.capacity import Demand, Group, Nodes
+from cluster.validate.capacity import Demand, Group
+from cluster.validate.engines import ServedEngine, check_engine_override, check_engines, rank_resources
 from cluster.validate.models import check_model, kind
 from cluster.validate.problems import Problems, nearest
 from cluster.validate.source import Path
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
-SHORTEST_NODE_START = 60.0  # seconds; no cloud starts a GPU node faster
-
-# What other engines call our settings.
-ALIASES = {
-    "tensor_parallel_size": "tp_size", "tp": "tp_size", "max_model_len": "max_seq_len", "block_size": "page_size",
-    "max_num_seqs": "max_running_requests", "max_num_batched_tokens": "max_step_tokens", "model_path": "model",
-    "context_length": "max_seq_len", "mem_fraction_static": "gpu_memory_utilization", "num_gpu_blocks": "num_pages",
-}  # fmt: skip
 
 
 @dataclass(slots=True)
 class ServedApplication:
-    """An application of the file that could be built. `engine` is None if it is not ours."""
+    """An application of the file that could be built. `engines` are its engine deployments by name: none, if it is not
+    ours."""
 
     path: Path
-    engine: EngineConfig | None
+    engines: dict[str, ServedEngine]
     deployments: dict[str, Any] = field(default_factory=dict)  # Ray's Deployment by name
     overrides: dict[str, tuple[Path, dict[str, Any]]] = field(default_factory=dict)  # from the file, by name
 
@@ -73,34 +62,13 @@ def demands(application: ServedApplication, has_gpus: bool) -> list[Demand]:
         options = {**(deployment.ray_actor_options or {}), **(override.get("ray_actor_options") or {})}
         bundles = override.get("placement_group_bundles") or deployment._replica_config.placement_group_bundles
         groups = [Group(1, bundle) for bundle in bundles or [_actor_resources(options)] if bundle]
-        if name == EngineDeployment.name and application.engine is not None and application.engine.executor == "ray":
-            groups.append(Group(application.engine.tp_size, rank_resources(application.engine, has_gpus)))
-        replicas, where = _most_replicas(deployment, path, override)
+        engine = application.engines.get(name)
+        if engine is not None and engine.config.executor == "ray":
+            groups.append(Group(engine.config.tp_size, rank_resources(engine.config, has_gpus)))
+        default = engine.key("tp_size") if engine is not None else (*application.path, "args", "tp_size")
+        replicas, where = _most_replicas(deployment, path, override, default)
         found.append(Demand(name, where, replicas, tuple(groups)))
     return found
-
-
-def rank_resources(config: EngineConfig, has_gpus: bool) -> dict[str, float]:
-    """One rank's bundle, as `Engine` will ask for it."""
-    on_gpu = config.device == "cuda" or (config.device == "auto" and has_gpus)
-    return group_config(config, FilePath(), "cuda" if on_gpu else "cpu", may_grow=True).resources
-
-
-def check_growth(problems: Problems, application: ServedApplication, nodes: Nodes) -> None:
-    """Settings that go wrong where GPU nodes are started on demand."""
-    config, args = application.engine, (*application.path, "args")
-    if config is None or not nodes.has_gpus or config.device in ("cpu", "fake") or nodes.gpus_present >= config.tp_size:
-        return
-    if config.device == "auto":
-        problems.add(
-            (*args, "device"),
-            "auto means cpu as long as no GPU node has joined, and in this cluster they join on demand; write cuda",
-        )
-    if config.placement_timeout < SHORTEST_NODE_START:
-        problems.add(
-            (*args, "placement_timeout"),
-            f"{config.placement_timeout:g} s are over before a GPU node has started on demand; give it minutes (900)",
-        )
 
 
 def _check_application(problems: Problems, path: Path, application: dict[str, Any]) -> ServedApplication | None:
@@ -114,11 +82,9 @@ def _check_application(problems: Problems, path: Path, application: dict[str, An
     args = application.get("args", {})
     if target is None or not isinstance(args, dict):
         return None
-    engine = None
-    if target is build_openai_app:
-        engine = _check_engine_args(problems, (*path, "args"), args)
-        if engine is None:
-            return None
+    engines = check_engines(problems, (*path, "args"), target, args)
+    if engines is None:
+        return None
     try:
         built = build_app(
             call_user_app_builder_with_args_if_necessary(target, args), name=str(application.get("name", "default"))
@@ -130,9 +96,9 @@ def _check_application(problems: Problems, path: Path, application: dict[str, An
     for name, (place, override) in overrides.items():
         if name not in deployments:
             problems.unknown((*place, "name"), name, deployments, f"the application has no deployment {name!r}")
-        elif name == EngineDeployment.name and engine is not None:
-            _check_engine_override(problems, place, override)
-    return ServedApplication(path, engine, deployments, overrides)
+        elif name in engines:
+            check_engine_override(problems, place, override)
+    return ServedApplication(path, engines, deployments, overrides)
 
 
 def _overrides(problems: Problems, path: Path, application: dict[str, Any]) -> dict[str, tuple[Path, dict]]:
@@ -195,28 +161,6 @@ def _import(problems: Problems, path: Path, import_path: Any) -> Any:
     return target
 
 
-def _check_engine_args(problems: Problems, path: Path, args: dict[str, Any]) -> EngineConfig | None:
-    for name in args:
-        if name in ALIASES and name not in EngineConfig.model_fields:
-            problems.add((*path, name), f"unknown key; it is called {ALIASES[name]} here")
-    check_model(problems, path, args, EngineConfig)
-    return None if problems.at_or_below(path) else EngineConfig(**args)
-
-
-def _check_engine_override(problems: Problems, path: Path, override: dict[str, Any]) -> None:
-    """What an engine replica must be left alone with: it is a driver without a GPU and places its ranks itself."""
-    if override.get("placement_group_bundles"):
-        problems.add(
-            (*path, "placement_group_bundles"),
-            "the engine places its ranks itself, from args.tp_size and args.gpus_per_rank; these would stay empty",
-        )
-    if (override.get("ray_actor_options") or {}).get("num_gpus"):
-        problems.add(
-            (*path, "ray_actor_options", "num_gpus"),
-            "a driver uses no GPU, this one would be lost to the ranks; the ranks' are args.tp_size, gpus_per_rank",
-        )
-
-
 def _runtime_environments(path: Path, application: dict[str, Any]) -> list[tuple[Path, dict[str, Any]]]:
     found = [((*path, "runtime_env"), application.get("runtime_env"))]
     entries = application.get("deployments")
@@ -236,8 +180,8 @@ def _actor_resources(options: dict[str, Any]) -> dict[str, float]:
     return {name: float(amount) for name, amount in named.items() if amount}
 
 
-def _most_replicas(deployment: Any, path: Path, override: dict[str, Any]) -> tuple[int, Path]:
-    """How many replicas may exist at once, and the key that says so."""
+def _most_replicas(deployment: Any, path: Path, override: dict[str, Any], default: Path) -> tuple[int, Path]:
+    """How many replicas may exist at once, and the key that says so: `default` if none does."""
     scaling = override.get("autoscaling_config")
     if isinstance(scaling, dict):
         return scaling.get("max_replicas", 1), (*path, "autoscaling_config", "max_replicas")
@@ -248,5 +192,4 @@ def _most_replicas(deployment: Any, path: Path, override: dict[str, Any]) -> tup
     scaling = deployment._deployment_config.autoscaling_config
     if scaling is not None:
         return scaling.max_replicas, path
-    place = path if path[-2:-1] == ("deployments",) else (*path, "args", "tp_size")
-    return deployment.num_replicas or 1, place
+    return deployment.num_replicas or 1, path if path[-2:-1] == ("deployments",) else default

@@ -14,7 +14,11 @@ Path = tuple[Any, ...]
 
 class Source:
     """One YAML document. `data` is what it holds; `duplicates` are keys that stand twice in one mapping,
-    `odd_keys` those that are no text (`on:`, `8000:`, which YAML reads as true and as a number)."""
+    `odd_keys` those that are no text (`on:`, `8000:`, which YAML reads as true and as a number).
+
+    Raises:
+        ConfigError: an alias of what it stands in.
+    """
 
     def __init__(self, file: str, node: yaml.Node | None, data: Any, first_line: int = 1) -> None:
         self.file = file
@@ -26,7 +30,7 @@ class Source:
         self._blocks: dict[Path, int] = {}
         if node is not None:
             self._lines[()] = self._first_line + node.start_mark.line
-            self._walk(node, ())
+            self._walk(node, (), ())
 
     def line(self, path: Path) -> int:
         """The line of a key, counted from 1; where there is no such key, of the nearest one around it."""
@@ -49,13 +53,17 @@ class Source:
             value = value[key]
         return value
 
-    def _walk(self, node: yaml.Node, path: Path) -> None:
+    def _walk(self, node: yaml.Node, path: Path, above: tuple[yaml.Node, ...]) -> None:
+        """`above`: the nodes around this one."""
+        if any(node is each for each in above):
+            raise ConfigError(f"{self.file}:{self.line(path)}: {show_path(path)}: an alias of what it stands in")
+        above = (*above, node)
         if isinstance(node, yaml.MappingNode):
             seen = set()
             for key_node, value_node in node.value:
                 key = _scalar(key_node)
                 if key == "<<" and key_node.tag == "tag:yaml.org,2002:merge":
-                    self._walk(value_node, path)
+                    self._walk(value_node, path, above)
                     continue
                 place = (*path, key)
                 self._lines[place] = self._first_line + key_node.start_mark.line
@@ -66,11 +74,11 @@ class Source:
                 seen.add(key)
                 if isinstance(value_node, yaml.ScalarNode) and value_node.style in ("|", ">"):
                     self._blocks[place] = self._first_line + value_node.start_mark.line + 1
-                self._walk(value_node, place)
+                self._walk(value_node, place, above)
         elif isinstance(node, yaml.SequenceNode):
             for index, item in enumerate(node.value):
                 self._lines[(*path, index)] = self._first_line + item.start_mark.line
-                self._walk(item, (*path, index))
+                self._walk(item, (*path, index), above)
 
 
 def load_file(file: str) -> list[Source]:
@@ -99,6 +107,10 @@ def load_text(file: str, text: str, first_line: int = 1) -> list[Source]:
         mark = getattr(error, "problem_mark", None)
         line = first_line + (mark.line if mark else 0)
         raise ConfigError(f"{file}:{line}: not YAML: {getattr(error, 'problem', None) or error}") from error
+    except ConfigError:
+        raise
+    except RecursionError as error:
+        raise ConfigError(f"{file}:{first_line}: nested too deeply, or in itself") from error
     except (TypeError, ValueError) as error:  # a key that is a mapping; a date that does not exist
         raise ConfigError(f"{file}:{first_line}: {error}") from error
     finally:

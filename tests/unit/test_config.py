@@ -35,6 +35,11 @@ def test_overrides_win_over_the_file_and_none_is_no_override(tmp_path):
         ("1: 2", "1: unknown setting; known: model,"),
         ("model: ''", "model: String should have at least 1 character"),
         ("step_timeout: .inf", "step_timeout: Input should be less than or equal to 1000000"),
+        (
+            "executor: inproc\ntp_size: 2",
+            "executor: Value error, inproc runs one rank, not tp_size 2; use executor ray",
+        ),
+        ("attention_backend: flash\ndevice: cpu", "attention_backend: Value error, FlashAttention-4 runs on a GPU"),
         ("api_key: ['']", "api_key: Value error, a key must not be empty"),
     ],
 )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
 from cluster.errors import EngineDeadError, PoisonRequestError, RaydixError, TransportError
 from cluster.recovery import PROGRESS
 from cluster.serve import failover
-from cluster.serve.failover import CONNECTION_LOSSES, Failover, Loss
+from cluster.serve.failover import CONNECTION_LOSSES, HELD_TIMEOUTS, Failover, Loss
 
 
 class Stream:
@@ -35,7 +36,13 @@ class Engine:
 
     def __init__(self, timeout: float = 60.0) -> None:
         self.running: list[Stream] = []
-        self.failover = Failover(timeout, self.running.append, lambda stream, error: stream.fail(error))
+        self.held: set[Stream] = set()  # those in the line of an engine that is well
+        self.looks = 0
+        self.failover = Failover(timeout, self.running.append, lambda stream, error: stream.fail(error), self._is_held)
+
+    def _is_held(self, stream: Stream) -> bool:
+        self.looks += 1
+        return stream in self.held
 
     def open(self, count: int) -> list[Stream]:
         streams = [Stream(float(number)) for number in range(count)]
@@ -50,6 +57,11 @@ class Engine:
             self.failover.lost(stream, "the engine is gone", loss)
         await self.until(lambda: not self.failover._lost)
 
+    async def look(self) -> None:
+        """Until `Failover` has asked who is held, all over from now on."""
+        before = self.looks
+        await self.until(lambda: self.looks > before + len(self.failover._away))
+
     async def until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 60
         while not condition():
@@ -62,6 +74,23 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failover, "GATHER", 0.01)
     monkeypatch.setattr(failover, "CHECK", 0.005)
     monkeypatch.setattr(failover, "FIRST_DELAY", 0.01)
+
+
+@dataclass
+class Clock:
+    """`Failover`'s time, which only a test moves."""
+
+    now: float = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(failover, "time", clock)
+    return clock
 
 
 async def test_all_streams_of_a_dead_engine_are_sent_again_in_their_order() -> None:
@@ -109,6 +138,51 @@ async def test_after_giving_up_the_next_loss_is_a_first_one() -> None:
     await engine.lose()
     await engine.until(lambda: engine.running == [late])
     assert late.error is None
+
+
+async def test_after_a_loss_that_nobody_survived_the_next_one_is_a_first_one(clock: Clock) -> None:
+    engine = Engine()
+    (poison,) = engine.open(1)
+    while poison.error is None:
+        poison.get_on(1)  # the convict may get some tokens, fewer than would clear it, before it kills once more
+        await engine.lose()
+        await engine.until(lambda: poison.error or poison in engine.running)
+    assert isinstance(poison.error, PoisonRequestError)
+    await engine.until(lambda: not engine.failover.active)
+    clock.now += 1000
+    streams = engine.open(3)
+    await engine.lose()
+    await engine.until(lambda: engine.running == streams)
+    streams[0].get_on(1)
+    await engine.until(lambda: streams[0] not in engine.failover._away)  # they were looked at
+    assert not any(stream.error for stream in streams)
+
+
+async def test_the_line_of_an_engine_that_is_well_may_be_longer_than_the_timeout(clock: Clock) -> None:
+    engine = Engine(timeout=60)
+    streams = engine.open(2)
+    await engine.lose()
+    engine.held.add(streams[0])
+    streams += engine.open(1)
+    clock.now += 70
+    await engine.look()
+    assert not any(stream.error for stream in streams)
+    engine.held.clear()  # it has failed, or recovers: the time begins anew
+    clock.now += 50
+    await engine.look()
+    assert not any(stream.error for stream in streams)
+    clock.now += 11
+    await engine.until(lambda: all(stream.error for stream in streams))
+
+
+async def test_nobody_stands_in_line_for_ever(clock: Clock) -> None:
+    engine = Engine(timeout=60)
+    (stream,) = engine.open(1)
+    engine.held.add(stream)
+    await engine.lose()
+    clock.now += 60 * HELD_TIMEOUTS + 1
+    await engine.until(lambda: stream.error is not None)
+    assert f"({HELD_TIMEOUTS} x replica_timeout)" in str(stream.error)
 
 
 async def test_deaths_between_which_streams_get_on_harm_nobody() -> None:

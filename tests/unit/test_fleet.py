@@ -40,7 +40,7 @@ class World:
     def report(self, name: str, added=NONE, removed=NONE, full: bool = False, block: int = BLOCK, **changed) -> None:
         self.sequences[name] += 1
         change = DigestChange(full, np.asarray(added, dtype=np.uint64), np.asarray(removed, dtype=np.uint64))
-        values = {"outstanding": self.others[name], "recovering": False} | changed
+        values = {"outstanding": self.others[name], "unwell": False} | changed
         report = ReplicaReport(name, self.sequences[name], block, change, **values)
         self.fleet.learn(ReplicaReport.decode(report.encode(SECRET), SECRET))
 
@@ -156,21 +156,24 @@ def test_no_counter_leaks_whatever_happens() -> None:
     assert sum(world.fleet.outstanding().values()) == 0
 
 
-@pytest.mark.parametrize("how", ["drains", "recovers", "silent"])
+@pytest.mark.parametrize("how", ["drains", "unwell", "silent", "failed"])
 def test_a_replica_that_is_not_well_gets_nothing(how: str) -> None:
     world = World()
     home = world.serve(prompt(1, 640))
     if how == "drains":  # Serve takes one that drains, or is dead, from the list
         world.names.remove(home)
-    elif how == "recovers":
-        world.report(home, recovering=True)
+    elif how == "unwell":
+        world.report(home, unwell=True)
+    elif how == "failed":
+        assert world.fleet.failed(home)
+        world.report(home)  # it was on its way
     else:
         world.now += SILENT_SECONDS + 1
         for name in world.names:
             if name != home:
                 world.report(name)
     assert all(world.send(prompt(1, 640)).replica != home for _ in range(50))
-    if how != "drains":
+    if how not in ("drains", "failed"):
         world.report(home)
         assert world.send(prompt(1, 640)).replica == home
 
@@ -178,8 +181,32 @@ def test_a_replica_that_is_not_well_gets_nothing(how: str) -> None:
 def test_when_nobody_is_well_requests_still_go_somewhere() -> None:
     world = World()
     for name in world.names:
-        world.report(name, recovering=True)
+        world.report(name, unwell=True)
     assert {world.send(prompt(session, 100)).replica for session in range(40)} == set(world.names)
+
+
+def test_one_that_recovers_is_better_than_one_that_has_failed() -> None:
+    world = World(replicas=3)
+    world.report("r0", unwell=True)
+    assert world.fleet.failed("r1") and world.fleet.failed("r2")
+    assert {world.send(prompt(session, 100)).replica for session in range(20)} == {"r0"}
+    assert not world.fleet.failed("r0")
+    assert not World(replicas=0).fleet.failed(None)  # Ray's own router tells nothing
+
+
+def test_a_request_is_held_while_its_replica_says_that_it_is_well() -> None:
+    world = World(replicas=1)
+    ticket = world.send(prompt(1, 100))
+    assert world.fleet.is_held(ticket)
+    world.report("r0", unwell=True)
+    assert not world.fleet.is_held(ticket)
+    world.report("r0")
+    assert world.fleet.is_held(ticket)
+    world.now += SILENT_SECONDS + 1
+    assert not world.fleet.is_held(ticket)
+    world.report("r0")
+    ticket.close()
+    assert not world.fleet.is_held(ticket)
 
 
 def test_changes_after_a_missed_report_are_worthless() -> None:

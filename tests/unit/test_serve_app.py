@@ -17,6 +17,7 @@ from cluster.serve import build_models_app
         ({"models": []}, "models"),
         ({"models": ["a"]}, "models"),
         ({"models": [{"model": "a/b"}, {"model": "a/b"}]}, "served_model_name"),
+        ({"models": [{"served_model_name": "a/b"}, {"served_model_name": "a-b"}]}, "served_model_name"),
         ({"models": [{"model": "a/b", "tp_sise": 2}]}, "did you mean tp_size"),
         ({"tp_size": 0, "models": [{"model": "a/b"}]}, "tp_size"),
     ],

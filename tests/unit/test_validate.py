@@ -97,6 +97,9 @@ MISTAKES = [
     Mistake(TP8, "tp_size: 8", "tp_sise: 8", "applications[0].args.tp_sise", "did you mean tp_size?"),
     Mistake(TP8, "tp_size: 8", "tensor_parallel_size: 8", "applications[0].args.tensor_parallel_size", "tp_size"),
     Mistake(TP8, "tp_size: 8", "tp_size: 0", "applications[0].args.tp_size", "greater than or equal to 1"),
+    Mistake(TP8, "tp_size: 8", "tp_size: 8\n      executor: inproc", "applications[0].args.executor", "one rank"),
+    Mistake(TP8, "device: cuda", "device: cpu\n      attention_backend: flash",
+            "applications[0].args.attention_backend", "on a GPU"),
     Mistake(TP8, "device: cuda", "device: gpu", "applications[0].args.device", "'auto', 'cpu', 'cuda' or 'fake'"),
     # both files together
     Mistake(TP8, "tp_size: 8", "tp_size: 32", "applications[0].args.tp_size", "32 GPU, which do not fit", beside=P5),
@@ -151,6 +154,59 @@ MISTAKES = [
 ]  # fmt: skip
 
 
+MODELS = """\
+applications:
+  - name: raydix
+    import_path: cluster.serve:build_models_app
+    args:
+      device: cuda
+      placement_timeout: 900
+      models:
+        - {model: org/small, served_model_name: small}
+        - {model: org/large, tp_size: 8}
+    deployments:
+      - name: engine-small
+        num_replicas: 4
+"""
+ARGS = "applications[0].args"
+
+
+def test_several_models_that_fit(tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(MODELS)
+    report = validate_files([str(CONFIGS / P5), str(file)])
+    assert report.problems == []
+    assert "it uses 1 x head, 2 x gpu" in report.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key", "says"),
+    [
+        ("tp_size: 8", "tp_size: 64", f"{ARGS}.models[1].tp_size", "68 GPU, which do not fit"),
+        ("device: cuda", "device: cuda\n      tp_size: 16", f"{ENGINE}.num_replicas", "72 GPU, which do not fit"),
+        ("num_replicas: 4", "num_replicas: 9", f"{ENGINE}.num_replicas", "17 GPU, which do not fit"),
+        ("num_replicas: 4", "ray_actor_options: {num_gpus: 1}", f"{ENGINE}.ray_actor_options.num_gpus", "uses no GPU"),
+        ("num_replicas: 4", "placement_group_bundles: [{GPU: 1}]", f"{ENGINE}.placement_group_bundles", "itself"),
+        ("engine-small", "engine-smal", f"{ENGINE}.name", "did you mean engine-small?"),
+        ("tp_size: 8", "device: auto", f"{ARGS}.models[1].device", "write cuda"),
+        ("device: cuda", "device: auto", f"{ARGS}.device", "write cuda"),
+        ("placement_timeout: 900", "placement_timeout: 20", f"{ARGS}.placement_timeout", "before a GPU node"),
+        ("tp_size: 8", "tp_sise: 8", f"{ARGS}.models[1].tp_sise", "did you mean tp_size?"),
+        ("tp_size: 8", "tensor_parallel_size: 8", f"{ARGS}.models[1].tensor_parallel_size", "it is called tp_size"),
+        ("placement_timeout: 900", "executor: inproc", f"{ARGS}.models", "not tp_size 8"),
+        ("org/large", "small", f"{ARGS}.models", "two have one name"),
+        ("models:", "modles:", f"{ARGS}.modles", "unknown key"),
+    ],
+)
+def test_mistakes_in_the_settings_of_several_models(old: str, new: str, key: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    assert MODELS.count(old) == 1
+    file.write_text(MODELS.replace(old, new))
+    (problem,) = validate_files([str(CONFIGS / P5), str(file)]).problems
+    assert problem.key == key
+    assert says in problem.message
+
+
 def break_file(mistake: Mistake, directory: Path) -> tuple[Path, int]:
     """The file with the mistake, and the line on which it begins."""
     text = (CONFIGS / mistake.file).read_text()
@@ -197,7 +253,14 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("a: [1, 2", "3:|2:|1:"), ("a: b: c", ":1:"), ("? {a: 1}\n: 2", "unhashable|found"), ("\ta: 1", ":1:")],
+    [
+        ("a: [1, 2", "3:|2:|1:"),
+        ("a: b: c", ":1:"),
+        ("? {a: 1}\n: 2", "unhashable|found"),
+        ("\ta: 1", ":1:"),
+        ("b: 1\na: &x\n  - c: *x", r"^\S+:3: a\[0\].c: an alias of what it stands in"),
+        ("[" * 5000, "nested too deeply"),
+    ],
 )
 def test_what_is_not_yaml_names_the_line(text: str, says: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
