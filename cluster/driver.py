@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 # An idle group is asked for a collective this often, so that a hung rank shows before the next request does.
 PROBE_INTERVAL = 5.0
+# Before a rank counts as hung, what it sent is looked for once more: the driver itself may have been away (a long plan,
+# a stopped process), and its socket's thread needs a moment to hand over what came meanwhile.
+LAST_LOOK = 0.1
 _KEPT_RECOVERIES = 32
 
 
@@ -128,7 +131,11 @@ class Driver:
             self._deliver()
             if not self._in_flight and self._scheduler.has_work and not self._commands and self._suspects.alone is None:
                 raise RuntimeError("the scheduler has work but plans nothing (a bug: please report it)")
-            self._receive(self._group.poll(self._time_to_wait()))
+            left = self._time_to_wait()
+            arrived = self._group.poll(max(left, LAST_LOOK))
+            if left <= 0 and not arrived:
+                raise self._hang()
+            self._receive(arrived)
 
     def _obey(self) -> None:
         while self._commands:
@@ -178,21 +185,12 @@ class Driver:
             logger.error("the KV cache is corrupted: %s; it was emptied, and requests %s were ended", error, ended)
 
     def _time_to_wait(self) -> float:
-        """Seconds until the watchdog or the next probe is due; sends a probe that is due."""
+        """Seconds until the watchdog or the next probe is due, not positive if an answer is late; sends a probe that is
+        due."""
         now = time.monotonic()
         if self._in_flight or self._probe is not None:
-            since, allowed, what = (self._probe and self._probe.sent), self._step_timeout, "an idle probe"
-            if self._in_flight:
-                step = self._in_flight[0]
-                since, allowed, what = step.sent, self._watchdog.allowed(), f"step {step.step_id}"
-            # A result restarts the clock: the step behind it may have waited for it.
-            left = max(since, self.last_progress) + allowed - now
-            if left <= 0:
-                raise EngineDeadError(
-                    f"no answer to {what} for {allowed:.0f} s (step_timeout {self._step_timeout:g}): a rank hangs"
-                    + (f"; {self._probe}" if self._probe is not None else "")
-                )
-            return left
+            since, allowed, _ = self._awaited()
+            return since + allowed - now
         due = self.last_progress + PROBE_INTERVAL
         if due > now:
             return due - now
@@ -200,6 +198,23 @@ class Driver:
         self._probe = Probe(self._probes, self._group.size, now)
         self._group.ping(self._probes)
         return self._step_timeout
+
+    def _awaited(self) -> tuple[float, float, str]:
+        """Since when an answer is awaited, the seconds that it may take, and to what."""
+        if self._in_flight:
+            step = self._in_flight[0]
+            since, allowed, what = step.sent, self._watchdog.allowed(), f"step {step.step_id}"
+        else:
+            since, allowed, what = self._probe.sent, self._step_timeout, "an idle probe"
+        # A result restarts the clock: the step behind it may have waited for it.
+        return max(since, self.last_progress), allowed, what
+
+    def _hang(self) -> EngineDeadError:
+        _, allowed, what = self._awaited()
+        return EngineDeadError(
+            f"no answer to {what} for {allowed:.0f} s (step_timeout {self._step_timeout:g}): a rank hangs"
+            + (f"; {self._probe}" if self._probe is not None else "")
+        )
 
     # -- recovery --------------------------------------------------------------------------------------------------
 

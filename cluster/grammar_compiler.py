@@ -2,14 +2,16 @@
 
 llguidance (https://github.com/guidance-ai/llguidance) runs a lexer of derivatives and an Earley parser over a trie of
 the vocabulary; it prepares nothing per grammar, so compiling takes about a millisecond and a mask tens of microseconds.
-It gives up the GIL for both. Its limits on the work for one grammar and for one mask are what bounds a hostile one.
-It is imported for the first grammar: most servers never see one.
+It gives up the GIL for both. Its limits bound the work for one grammar and for one mask; an ambiguous grammar stays
+below them and takes a hundred times as long as others, so `Grammar` keeps account of the time too. It is imported for
+the first grammar: most servers never see one.
 """
 
 from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
@@ -33,13 +35,26 @@ WHITESPACE = r"[ \t\r\n]{0,20}"
 """Between the parts of JSON: enough for indented text, and an end where a model would write blanks for ever."""
 MAX_LEXER_STATES = 50_000
 """About 2 kB each."""
+MAX_ROW_ITEMS = 5_000
+"""Of the parser, after each byte: a list of choices has one for each, of which there may be 4,096."""
+MAX_MASK_ITEMS = 10_000
+"""Of the parser, for a mask: up to some 20 ms. 300 optional properties need more than half of them."""
+STEP_SECONDS = 0.005
+"""What each mask and each token may take of the driver's time, a hundred times of what they usually do."""
+SPARE_SECONDS = 1.0
+"""By how much a request may go beyond that, all in all."""
 MARK = "\x02"
 """Put before a text that its tokenizer would begin with a space of its own; no token has it and anything else."""
 _MESSAGE_LENGTH = 400
 
 
 class Grammar(Constraint):
-    """A position in a compiled grammar."""
+    """A position in a compiled grammar.
+
+    Whoever runs it is held up while it works, and so are all other requests. So `accept` and `fill_mask` also raise
+    ConstraintError when they have taken `SPARE_SECONDS` more than `STEP_SECONDS` for each mask and each token; what
+    cheap ones leave is not saved up. It is CPU time of the calling thread, to which the machine's load adds nothing.
+    """
 
     def __init__(self, matcher: llguidance.LLMatcher, mask_words: int) -> None:
         from llguidance.numpy import fill_next_token_bitmask
@@ -47,19 +62,33 @@ class Grammar(Constraint):
         self.mask_words = mask_words
         self._matcher = matcher
         self._fill = fill_next_token_bitmask
+        self._beyond = 0.0  # seconds
 
     def accept(self, tokens: Sequence[int]) -> None:
+        begin = time.thread_time()
         if tokens and not self._matcher.consume_tokens(list(tokens)):
             raise ConstraintError(f"the output's grammar cannot go on: {short(self._matcher.get_error())}")
+        self._charge(time.thread_time() - begin, len(tokens))
 
     @property
     def is_complete(self) -> bool:
         return self._matcher.is_stopped()
 
     def fill_mask(self, out: np.ndarray) -> None:
+        begin = time.thread_time()
         self._fill(self._matcher, out[None], 0)
         if self._matcher.is_error():
             raise ConstraintError(f"the output's grammar cannot go on: {short(self._matcher.get_error())}")
+        self._charge(time.thread_time() - begin, 1)
+
+    def _charge(self, seconds: float, steps: int) -> None:
+        self._beyond = max(self._beyond + seconds - steps * STEP_SECONDS, 0.0)
+        if self._beyond > SPARE_SECONDS:
+            raise ConstraintError(
+                f"the output's grammar cannot go on: its masks took {self._beyond:.1f} s beyond "
+                f"{1e3 * STEP_SECONDS:g} ms each, {SPARE_SECONDS:g} s beyond is the limit; write it with fewer ways to "
+                "read the same text"
+            )
 
 
 class TokenTexts:
@@ -127,7 +156,9 @@ class GrammarCompiler:
             with self._lock:
                 matcher = self._cache.pop(text, None)
             matcher = matcher or self._build(text)
-        except ValueError as error:
+        except RecursionError as error:
+            raise InvalidRequestError(f"{wanted.field}: it is nested too deeply", wanted.field) from error
+        except (ValueError, OverflowError) as error:
             raise InvalidRequestError(f"{wanted.field}: {short(str(error))}", wanted.field) from error
         with self._lock:
             self._cache[text] = matcher
@@ -140,7 +171,12 @@ class GrammarCompiler:
         library = llguidance_module()
         with self._lock:
             vocabulary = self._vocabulary
-        limits = library.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        limits = library.LLParserLimits(
+            max_lexer_states=MAX_LEXER_STATES,
+            max_items_in_row=MAX_ROW_ITEMS,
+            step_max_items=MAX_MASK_ITEMS,
+            verbose_errors=False,
+        )
         matcher = library.LLMatcher(vocabulary, text, log_level=0, limits=limits)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
@@ -173,7 +209,8 @@ def llguidance_module() -> ModuleType:
 def grammar_text(wanted: StructuredOutputs) -> str:
     """`wanted` as llguidance's JSON: `{"grammars": [...]}`, one of them unless the request gave more.
 
-    Raises ValueError for a grammar in neither syntax, InvalidRequestError without llguidance.
+    Raises ValueError for a grammar in neither syntax or an integer beyond 64 bits, InvalidRequestError without
+    llguidance.
     """
     library = llguidance_module()
     if wanted.kind == "grammar":
@@ -190,7 +227,10 @@ def grammar_text(wanted: StructuredOutputs) -> str:
     if wanted.kind == "choice":
         return _lark("start: " + " | ".join(map(quoted, wanted.choice)))
     schema = wanted.json_schema if wanted.json_schema is not None else {"type": "object"}
-    return library.LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+    try:
+        return library.LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+    except ValueError as error:
+        raise ValueError(f"a schema's integers must fit in 64 bits: {error}") from error
 
 
 def _lark(text: str) -> str:

@@ -35,7 +35,7 @@ def check_multiples(grammar: Any) -> None:
 def _multiples(value: Any) -> Iterator[Decimal]:
     if isinstance(value, dict):
         for key, each in value.items():
-            if key == "multipleOf" and isinstance(each, int | float) and math.isfinite(each) and each:
+            if key == "multipleOf" and each and (type(each) is int or (type(each) is float and math.isfinite(each))):
                 yield Decimal(str(each)).normalize()
             else:
                 yield from _multiples(each)

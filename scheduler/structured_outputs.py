@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -10,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 MAX_SPEC_BYTES = 1 << 18
 """Longest JSON schema, regex, list of choices or grammar: to compile one of this size takes seconds."""
 MAX_CHOICES = 4096
+MAX_DEPTH = 64
+"""Levels of a JSON schema: what pickles or compiles it does so by recursion."""
 
 _KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
@@ -37,6 +40,11 @@ class StructuredOutputs(BaseModel):
                 raise ValueError(f"not valid JSON: {error}") from error
             if not isinstance(value, dict):
                 raise ValueError("a JSON schema must be an object")
+        level, depth = [value], 0
+        while level := [child for node in level if isinstance(node, dict | list) for child in _children(node)]:
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise ValueError(f"nested more than {MAX_DEPTH} levels deep; take parts out of it with $defs and $ref")
         return value
 
     @field_validator("json_object")
@@ -84,3 +92,7 @@ class StructuredOutputs(BaseModel):
     def field(self) -> str:
         """What an error about it blames."""
         return "structured_outputs"
+
+
+def _children(node: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return node.values() if isinstance(node, dict) else node

@@ -22,6 +22,7 @@ from cluster.detokenizer import IncrementalDetokenizer
 from cluster.errors import (
     EngineClosedError,
     EngineDeadError,
+    EngineError,
     NotReadyError,
     OverloadedError,
     RaydixError,
@@ -124,20 +125,29 @@ class EngineClient:
             left = options.arrived + options.timeout - time.monotonic()
             error = RequestTimeoutError(f"the request was not finished within its {options.timeout:g} s")
             self._deadlines[group] = asyncio.get_running_loop().call_later(left, group.fail, error)
-        for index, (prompt, params) in enumerate(requests):
-            detokenizer = IncrementalDetokenizer(
-                self._tokenizer,
-                params.stop,
-                options.skip_special_tokens,
-                continues_text=options.continues_text,
-                include_stop=options.include_stop,
-            )
-            stream = self._table.open(
-                detokenizer, group, index, options.arrived, options.include_stop, params.logprobs or 0
-            )
-            self._calls[stream] = _Call(prompt, params, options)
-            self._failover.admit(stream)
+        try:
+            for index, (prompt, params) in enumerate(requests):
+                self._open_stream(group, index, prompt, params, options)
+        except Exception:
+            self.close_group(group)
+            raise
         return group
+
+    def _open_stream(
+        self, group: StreamGroup, index: int, prompt: list[int], params: SamplingParams, options: GroupOptions
+    ) -> None:
+        detokenizer = IncrementalDetokenizer(
+            self._tokenizer,
+            params.stop,
+            options.skip_special_tokens,
+            continues_text=options.continues_text,
+            include_stop=options.include_stop,
+        )
+        stream = self._table.open(
+            detokenizer, group, index, options.arrived, options.include_stop, params.logprobs or 0
+        )
+        self._calls[stream] = _Call(prompt, params, options)
+        self._failover.admit(stream)
 
     def close_group(self, group: StreamGroup) -> None:
         """Abort whatever of this group still runs. Safe to call at any time, and again."""
@@ -174,6 +184,11 @@ class EngineClient:
     @property
     def dropped_messages(self) -> int:
         return self._receiver.dropped
+
+    def check_health(self) -> None:
+        """Raises EngineError when no token can arrive any more."""
+        if not self._receiver.alive:
+            raise EngineError("the thread that receives tokens has ended: this ingress must be replaced")
 
     def close(self) -> None:
         self._subscriber.close()

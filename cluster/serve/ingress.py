@@ -96,10 +96,9 @@ class Ingress:
         await self.drain(self._config.drain_timeout)
 
     def check_health(self) -> None:
-        """Serve calls this. Raises what kept a model from starting, so that Serve replaces the ingress."""
+        """Serve calls this. Raises what keeps a model from answering, so that Serve replaces the ingress."""
         for model in self._models.all:
-            if model.failure is not None:
-                raise model.failure
+            model.check_health()
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMED)
     async def chat_completions(self, body: ChatCompletionRequest) -> Any:

@@ -50,6 +50,13 @@ class ServedModel:
             raise NotReadyError("the model is still loading; try again later")
         return self.loaded
 
+    def check_health(self) -> None:
+        """Raises what kept the model from starting, or keeps it from answering."""
+        if self.failure is not None:
+            raise self.failure
+        if self.loaded is not None:
+            self.loaded.engine.check_health()
+
     async def readiness(self) -> tuple[int, dict[str, int]]:
         """Engines whose steps finish, and the sums of their counters.
 

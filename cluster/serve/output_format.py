@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cluster.errors import InvalidRequestError
-from cluster.grammar_compiler import grammar_text, quoted
+from cluster.grammar_compiler import grammar_text, quoted, short
 from cluster.serve.messages import JsonObject, Text, Tool
 from cluster.serve.parsers import ToolParser
 from scheduler.structured_outputs import StructuredOutputs
@@ -91,12 +91,8 @@ def after_reasoning(form: StructuredOutputs, opened: bool) -> OutputFormat:
     Raises:
         InvalidRequestError: a grammar that cannot be read, or too large.
     """
-    try:
-        [answer] = json.loads(grammar_text(form))["grammars"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidRequestError(f"{form.field}: {error}", form.field) from error
     begin = "thoughts" if opened else '("<think>" thoughts)?'
-    return _joined(form.field, _REASONING.format(begin=begin), [answer | {"name": "answer"}])
+    return _joined(form.field, _REASONING.format(begin=begin), [_named(form, "answer")])
 
 
 def tool_calls(tools: Sequence[Tool], parser: type[ToolParser], name: str | None, several: bool) -> OutputFormat:
@@ -107,12 +103,14 @@ def tool_calls(tools: Sequence[Tool], parser: type[ToolParser], name: str | None
         several: further calls may follow.
 
     The text begins where `parser.prefix(name)` ends.
+
+    Raises:
+        InvalidRequestError: a schema that cannot be read, or too large.
     """
     grammars, calls, first = [], [], "call"
     for i, function in enumerate(tool.function for tool in tools):
         schema = _NO_ARGUMENTS if function.parameters is None else function.parameters
-        [grammar] = json.loads(grammar_text(OutputFormat.of("tools", json=schema)))["grammars"]
-        grammars.append(grammar | {"name": f"arguments_{i}"})
+        grammars.append(_named(OutputFormat.of("tools", json=schema), f"arguments_{i}"))
         arguments = f'" "? @arguments_{i} "}}"'
         calls.append(quoted(parser.prefix(function.name)[len(parser.prefix(None)) :]) + " " + arguments)
         if function.name == name:
@@ -124,7 +122,21 @@ def tool_calls(tools: Sequence[Tool], parser: type[ToolParser], name: str | None
     return _joined("tools", f"start: {start}\ncall: {' | '.join(calls)}\n", grammars)
 
 
+def _named(form: StructuredOutputs, name: str) -> dict[str, Any]:
+    """`form` as a grammar of llguidance's that others know as `@name`. Raises InvalidRequestError."""
+    try:
+        [grammar] = json.loads(grammar_text(form))["grammars"]
+        return grammar | {"name": name}
+    except RecursionError as error:
+        raise InvalidRequestError(f"{form.field}: it is nested too deeply", form.field) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidRequestError(f"{form.field}: {short(str(error))}", form.field) from error
+
+
 def _joined(source: str, top: str, grammars: list[dict[str, Any]]) -> OutputFormat:
     """A Lark grammar that names others as `@name`."""
-    text = json.dumps({"grammars": [{"name": "top", "lark_grammar": top}, *grammars]})
+    try:
+        text = json.dumps({"grammars": [{"name": "top", "lark_grammar": top}, *grammars]})
+    except RecursionError as error:  # what could just be read is one level too many to be written
+        raise InvalidRequestError(f"{source}: it is nested too deeply", source) from error
     return OutputFormat.of(source, grammar=text)

@@ -85,7 +85,7 @@ class StepMessage:
         """
         try:
             parts = msgpack.unpackb(data, strict_map_key=False)
-        except (ValueError, msgpack.UnpackException) as error:
+        except (ValueError, TypeError, msgpack.UnpackException) as error:  # TypeError: a key that cannot be hashed
             raise TransportError(f"not a step message: {error}") from error
         if not (isinstance(parts, list) and len(parts) == 12 and parts[0] == VERSION and isinstance(parts[1], bytes)):
             raise TransportError("not a step message of this version; engine and ingress must run the same raydix")

@@ -72,9 +72,14 @@ class StepReceiver:
         """
         return self._dropped_messages + self._handshakes_missing
 
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs; without it nothing arrives."""
+        return self._thread.is_alive()
+
     def close(self) -> None:
         """Stop the thread and remove the sockets and their directory."""
-        if self._thread.is_alive():
+        if self.alive:
             self._stop.send(b"")
             self._thread.join(timeout=5)
         self._context.destroy(linger=0)
@@ -98,19 +103,19 @@ class StepReceiver:
                     self._receive(socket.recv_multipart())
 
     def _receive(self, frames: list[bytes]) -> None:
-        secret = self.address.secret
         try:
-            if len(frames) == 2 and frames[0] == REPORT:
-                self._on_report(ReplicaReport.decode(frames[1], secret))
-                return
-            if len(frames) != 1:
-                raise TransportError(f"step message of {len(frames)} frames")
-            message = StepMessage.decode(frames[0], secret)
+            self._take(frames)
         except TransportError as error:
             self._dropped_messages += 1
             logger.warning("dropped a message on the side channel (%d so far): %s", self._dropped_messages, error)
-            return
-        try:
-            self._on_message(message)
         except Exception:  # this thread serves every stream: it must outlive one bad message
-            logger.exception("cannot handle step message %d", message.step_id)
+            logger.exception("cannot handle a message on the side channel")
+
+    def _take(self, frames: list[bytes]) -> None:
+        secret = self.address.secret
+        if len(frames) == 2 and frames[0] == REPORT:
+            self._on_report(ReplicaReport.decode(frames[1], secret))
+        elif len(frames) == 1:
+            self._on_message(StepMessage.decode(frames[0], secret))
+        else:
+            raise TransportError(f"step message of {len(frames)} frames")

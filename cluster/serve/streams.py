@@ -144,25 +144,36 @@ class StreamTable:
         self._streams.pop(stream.stream_id, None)
 
     def on_message(self, message: StepMessage) -> None:
-        """Detokenise one step and post it to the event loop in one go. Runs in the receiving thread."""
+        """Detokenise one step and post it to the event loop in one go. Runs in the receiving thread.
+
+        Where that fails, the rest of the message is as good as lost.
+        """
+        posts: list[tuple[TokenStream, Delta, bool]] = []
         with self._lock:
             gap = self._find_gap(message)
-            posts = list(self._advance(message))
+            try:
+                for post in self._advance(message):
+                    posts.append(post)
+            except Exception:
+                logger.exception("cannot take step message %d", message.step_id)
+                gap += self._lose(message.channel)
         if gap:
-            logger.warning("a message is missing; %d streams ask for their tokens again", len(gap))
+            logger.warning("a message is missing or was not read; %d streams ask for their tokens again", len(gap))
             self._loop.call_soon_threadsafe(self._on_gap, gap)
         if posts:
             self._loop.call_soon_threadsafe(_deliver, posts)
 
     def _find_gap(self, message: StepMessage) -> list[TokenStream]:
-        """Streams that the messages missing before this one may have been about; they are forgotten."""
+        """Streams that the messages missing before this one may have been about, forgotten."""
         expected = self._heard.pop(message.channel, 0)
         self._heard[message.channel] = message.number + 1
         if len(self._heard) > MAX_CHANNELS:
             del self._heard[next(iter(self._heard))]
-        if message.number == expected:
-            return []
-        lost = [stream for stream in list(self._streams.values()) if stream.channel in (None, message.channel)]
+        return [] if message.number == expected else self._lose(message.channel)
+
+    def _lose(self, channel: bytes) -> list[TokenStream]:
+        """The streams that a message of this channel may have been about, forgotten."""
+        lost = [stream for stream in list(self._streams.values()) if stream.channel in (None, channel)]
         for stream in lost:
             self.forget(stream)
         return lost
@@ -174,8 +185,8 @@ class StreamTable:
             index, block = message.logprobs
             scored = {entry: LogprobBlock(block.words[i : i + 1]) for i, entry in enumerate(index.tolist())}
         for stream_id, block in message.prompt_logprobs.items():
-            if stream_id in self._streams:
-                self._streams[stream_id].score_prompt(block)
+            if (stream := self._streams.get(stream_id)) is not None:
+                stream.score_prompt(block)
         columns = (message.stream_ids, message.tokens, message.finish, message.cached_tokens)
         entries = zip(*(column.tolist() for column in columns), strict=True)
         for entry, (stream_id, token, finish, cached) in enumerate(entries):

@@ -7,7 +7,6 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 
 from cluster.errors import InvalidRequestError
@@ -19,6 +18,7 @@ from cluster.serve.parsers.llama3 import Llama3Parser
 from cluster.tokenizer import Tokenizer
 from scheduler.constraint import ConstraintError
 from scheduler.structured_outputs import StructuredOutputs
+from tests.unit.grammar_walk import MAY_END, MUST_END, REFUSED, UNFINISHED, make_compiler, tokens_of, walk
 from tests.unit.tiny_tokenizers import byte_level, sentencepiece_style
 
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 5}}, "required": ["city"]}
@@ -26,38 +26,11 @@ TOOLS = [
     Tool.model_validate({"type": "function", "function": {"name": "get_weather", "parameters": CITY}}),
     Tool.model_validate({"type": "function", "function": {"name": "get_time"}}),
 ]
-REFUSED, UNFINISHED, MAY_END, MUST_END = "refused", "unfinished", "may end", "must end"
 
 
 @pytest.fixture(scope="module", params=[byte_level, sentencepiece_style])
 def compiler(request, tmp_path_factory):
-    tokenizer = Tokenizer(request.param(tmp_path_factory.mktemp("tokenizer")))
-    eos = tokenizer.backend.token_to_id("</s>")
-    return GrammarCompiler(tokenizer, tokenizer.vocab_size + 40, (eos,))
-
-
-def tokens_of(compiler, text):
-    return compiler._vocabulary.tokenize_str(text)
-
-
-def walk(compiler, form, text):
-    """What becomes of `text`: REFUSED somewhere, UNFINISHED, or at its end it MAY END or MUST END."""
-    grammar = compiler.compile(form)
-    mask = np.zeros(grammar.mask_words, dtype=np.int32)
-
-    def allows(token):
-        return bool(mask[token // 32] >> (token % 32) & 1)
-
-    for token in tokens_of(compiler, text):
-        grammar.fill_mask(mask)
-        assert mask.any() and not mask[-1]  # ids that the tokenizer does not have
-        if not allows(token):
-            return REFUSED
-        grammar.accept([token])
-    grammar.fill_mask(mask)
-    may_end = allows(compiler._eos_token_ids[0])
-    assert may_end or not grammar.is_complete
-    return MUST_END if grammar.is_complete else MAY_END if may_end else UNFINISHED
+    return make_compiler(request.param, tmp_path_factory.mktemp("tokenizer"))
 
 
 SUM_GBNF = 'root ::= digit ("+" digit)*\ndigit ::= [0-9]\n'
@@ -121,23 +94,6 @@ def test_without_llguidance_only_constrained_requests_are_refused(tmp_path, monk
         compiler.compile(StructuredOutputs(regex="a"))
 
 
-def test_huge_and_deep_schemas_end_soon_one_way_or_the_other(compiler):
-    deep = {"type": "string"}
-    for _ in range(300):
-        deep = {"type": "object", "properties": {"a": deep}}
-    with pytest.raises(InvalidRequestError, match="recursion"):
-        compiler.compile(StructuredOutputs(json=deep))
-    wild = compiler.compile(StructuredOutputs(regex="(.*a){40}.{0,900}(b|c){1,5000}"))
-    mask = np.zeros(wild.mask_words, dtype=np.int32)
-    for token in tokens_of(compiler, "aab" * 20):
-        try:
-            wild.fill_mask(mask)
-            wild.accept([token])
-        except ConstraintError as error:
-            assert len(str(error)) < 600
-            break
-
-
 def test_a_grammar_that_takes_long_holds_up_no_other(compiler, monkeypatch):
     build, begun, go_on = compiler._build, threading.Event(), threading.Event()
 
@@ -157,36 +113,6 @@ def test_a_grammar_that_takes_long_holds_up_no_other(compiler, monkeypatch):
         finally:
             go_on.set()
         slow.result(20)
-
-
-NUMBERS = {"a": {"type": "integer", "multipleOf": 50_000}, "b": {"type": "number", "multipleOf": 0.5}}
-
-
-@pytest.mark.parametrize(
-    "form",
-    [
-        {"json": {"type": "integer", "multipleOf": 999_983}},
-        {"json": {"type": "number", "multipleOf": 0.999983}},
-        {"json": {"type": "number", "multipleOf": 1e-9}},
-        {"json": {"type": "integer", "multipleOf": 1e300}},
-        {"json": {"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}},
-        {"json": {"type": "object", "properties": NUMBERS}},
-        {"grammar": 'start: "x" %json  {"type": "integer", "multiple\\u004ff": 999983}'},
-        {"grammar": json.dumps({"grammars": [{"json_schema": {"type": "integer", "multipleOf": 999_983}}]})},
-    ],
-)
-def test_what_would_compile_for_minutes_is_refused(compiler, form):
-    with pytest.raises(InvalidRequestError, match="multipleOf: "):
-        compiler.compile(StructuredOutputs(**form))
-
-
-def test_multiples_in_use_are_kept(compiler):
-    price = {"type": "number", "multipleOf": 0.01, "minimum": 0}
-    assert walk(compiler, StructuredOutputs(json=price), "12.25") == MUST_END
-    assert walk(compiler, StructuredOutputs(json={"type": "integer", "multipleOf": 25}), "1275") == MAY_END
-    assert walk(compiler, StructuredOutputs(json={"type": "integer", "multipleOf": 25}), "1276") == UNFINISHED
-    named = {"type": "object", "properties": {"multipleOf": {"type": "string"}}, "required": ["multipleOf"]}
-    assert walk(compiler, StructuredOutputs(json=named), '{"multipleOf": "x"}') == MUST_END
 
 
 def test_a_token_that_is_not_allowed_is_an_error(compiler):

@@ -17,9 +17,11 @@ import zmq
 
 from cluster.curve import KeyPair, connect_with
 from cluster.errors import TransportError
+from cluster.serve.replica_report import REPORT, ReplicaReport
 from cluster.serve.side_channel import StepMessage
 from cluster.serve.step_receiver import StepReceiver
 from cluster.serve.step_sender import StepSender, join_request_id
+from kvcache.digest import DigestChange
 from scheduler.outputs import StepOutputs
 from scheduler.step import LogprobBlock, SampledLogprobs
 
@@ -142,6 +144,7 @@ def good_parts():
     [
         b"",
         b"\x80\x04\x95pickle",
+        b"\x81\x90\x01",  # a map whose key is a list
         msgpack.packb({"version": 1}),
         msgpack.packb([1, 2, 3]),
         message().encode(SECRET)[:-3],
@@ -214,9 +217,10 @@ def test_strangers_messages_are_counted_and_dropped(receivers, sender):
         socket.linger = 1000
         socket.connect(receiver.address.ipc)
         socket.send(b"\x80\x04K\x01.")
+        socket.send(b"\x81\x90\x01")
         socket.send(message().encode(SECRET))  # well-formed, wrong secret
         socket.send_multipart([message().encode(receiver.address.secret), b"more"])
-        until(lambda: receiver.dropped == 3)
+        until(lambda: receiver.dropped == 4)
     channel = connect(sender, receiver.address)
     sender.send(outputs([(join_request_id(channel, 1), 1)]))
     assert messages.get(timeout=60).tokens.tolist() == [1]
@@ -261,19 +265,29 @@ def test_an_unreachable_ingress_is_an_error_within_the_deadline(receivers, sende
         connect(sender, address, timeout=0.3)
 
 
-def test_a_callback_that_fails_does_not_stop_the_receiver(sender):
-    received: queue.Queue[int] = queue.Queue()
+def test_callbacks_and_codecs_that_fail_do_not_stop_the_receiver(sender, monkeypatch):
+    received: queue.Queue[object] = queue.Queue()
 
     def fail_once(message):
-        received.put(message.step_id)
-        if message.step_id == 1:
+        received.put(message)
+        if received.qsize() == 1:
             raise RuntimeError("boom")
 
     receiver = StepReceiver(fail_once, "node-a", "127.0.0.1", fail_once)
+    report = ReplicaReport("replica", 1, 64, DigestChange(True, *np.zeros((2, 0), dtype=np.uint64)), 0, False)
+    decode = StepMessage.decode
+    monkeypatch.setattr(StepMessage, "decode", lambda *_: {}[0])
     try:
         channel = connect(sender, receiver.address)
-        for step in (1, 2):
-            sender.send(outputs([(join_request_id(channel, 1), 1)], step_id=step))
-        assert [received.get(timeout=60), received.get(timeout=60)] == [1, 2]
+        with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+            socket.connect(receiver.address.ipc)
+            socket.send(b"what nobody foresaw")
+            socket.send_multipart([REPORT, report.encode(receiver.address.secret)])
+            until(lambda: received.qsize() == 1)
+        monkeypatch.setattr(StepMessage, "decode", decode)
+        sender.send(outputs([(join_request_id(channel, 1), 1)]))
+        until(lambda: received.qsize() == 2)
+        assert receiver.alive
     finally:
         receiver.close()
+    assert not receiver.alive

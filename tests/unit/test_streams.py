@@ -190,6 +190,39 @@ async def test_after_a_gap_a_stream_takes_nothing_until_it_is_renewed():
     assert (first.tokens, second.tokens) == ([1, 2], [6])
 
 
+async def test_the_rest_of_a_message_that_cannot_be_taken_is_a_gap():
+    gaps = []
+    table = StreamTable(asyncio.get_running_loop(), IngressMetrics(), gaps.extend)
+    group, (a, b) = open_group(table, Letters(), Letters())
+    first, second = group.streams
+    second.arrived = None  # what makes its first token an error
+    await receive(table, step((a, 1, NONE), (b, 7, NONE)))
+    assert gaps == [first, second]
+    assert (first.tokens, second.tokens) == ([1], [])
+    second.arrived = first.arrived
+    assert table.renew(first) and table.renew(second)
+    await receive(table, step((first.stream_id, 2, LENGTH), (second.stream_id, 6, LENGTH)))
+    assert await read(group) == [(0, Delta("ab", 2, 16, "length")), (1, Delta("f", 1, 16, "length"))]
+
+
+class Leaving(dict):
+    """Streams of which one is forgotten by the event loop while the receiving thread looks whether it is there."""
+
+    def __contains__(self, stream_id):
+        return super().__contains__(stream_id) and self.pop(stream_id) is not None
+
+
+async def test_a_reader_may_leave_while_its_message_is_taken():
+    gaps = []
+    table = StreamTable(asyncio.get_running_loop(), IngressMetrics(), gaps.extend)
+    group, (a, b) = open_group(table, Letters(), Letters())
+    table._streams = Leaving(table._streams)
+    scores = {b: LogprobBlock(np.zeros((1, 2), dtype=np.int32))}
+    await receive(table, replace(step((a, 1, LENGTH), (b, 2, LENGTH)), prompt_logprobs=scores))
+    assert not gaps
+    assert (0, Delta("a", 1, 16, "length")) in await read(group)
+
+
 async def test_a_stream_whose_last_token_is_here_is_not_renewed(table):
     group, (a,) = open_group(table, Letters())
     await receive(table, step((a, 1, LENGTH)))
