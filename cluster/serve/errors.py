@@ -111,7 +111,7 @@ def _validation_problem(error: RequestValidationError) -> Problem:
             params.append(None)
             continue
         cause = finding.get("ctx", {}).get("error")
-        name = _field_name([*path, cause.param] if hasattr(cause, "param") else path)
+        name = _field_name([*path, *cause.param.split(".")] if hasattr(cause, "param") else path)
         params.append(name)
         if finding["type"] == "extra_forbidden":
             lines.append(f"unknown field '{name}'")

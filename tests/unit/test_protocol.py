@@ -54,6 +54,8 @@ def problem(make, /, **fields):
         ({"n": 0}, "n"),
         ({"stream": "yes"}, "stream"),
         ({"stop": [1]}, "stop"),
+        ({"stop": ["x"] * 257}, "stop"),  # a million of either kept every step from ending
+        ({"stop_token_ids": list(range(257))}, "stop_token_ids"),
         ({"seed": 1 << 64}, "seed"),
         ({"messages": []}, "messages"),
         ({"messages": "hello"}, "messages"),
@@ -166,9 +168,7 @@ def test_false_is_not_zero():
         ({"min_p": 2}, "min_p"),
         ({"min_tokens": -1}, "min_tokens"),
         ({"stop": [""]}, "stop"),
-        ({"stop": ["x"] * 257}, "stop"),  # a million of either kept every step from ending
         ({"stop": "x" * 1025}, "stop"),
-        ({"stop_token_ids": list(range(257))}, "stop_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"max_completion_tokens": -5}, "max_completion_tokens"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
