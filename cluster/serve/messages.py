@@ -14,6 +14,8 @@ from cluster.serve.body import AtMost, InvalidFieldError, StrictModel, check_val
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
+FRAME = 8
+"""Characters that a template puts around a message, at least."""
 MAX_ARGUMENTS = 1 << 18
 """JSON values in the arguments of a chat's calls, as far as they can be counted without reading them."""
 MAX_DEPTH = 64
@@ -118,8 +120,11 @@ class ChatMessage(StrictModel):
 
     @property
     def size(self) -> int:
-        """Characters, about."""
-        return len(self.text)
+        """Characters that a template may make of it, about."""
+        texts = [self.text, self.name, self.tool_call_id, self.reasoning_content]
+        for call in self.tool_calls or ():
+            texts += [call.id, call.function.name, call.function.arguments]
+        return FRAME + sum(len(text) for text in texts if text)
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates expect it: plain text, and `developer` under its older name."""
