@@ -59,22 +59,23 @@ class ChatTemplate:
         }
         return cls(source, texts)
 
-    def render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render(
+        self, messages: Sequence[dict[str, Any]], /, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
         """The chat as text.
 
         Args:
             messages: `{"role": ..., "content": ...}` each; what else may be in them is the template's matter.
             add_generation_prompt: end with the beginning of the assistant's answer.
-            variables: further template variables.
+            variables: further template variables, of any names.
 
         Raises:
             InvalidRequestError: the template refuses the messages; its own words are in the error.
         """
         defaults = {"tools": None, "documents": None} | self.special_tokens
+        given = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return self.template.render(
-                **(defaults | variables), messages=messages, add_generation_prompt=add_generation_prompt
-            )
+            return self.template.render(defaults | variables | given)  # not as keywords: one may be named `self`
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", "messages"

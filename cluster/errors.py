@@ -6,13 +6,15 @@
     |-- ConfigError               a setting is wrong or does not fit the model or machine   (ValueError)
     |   `-- ModelLoadError        a checkpoint is missing, incomplete or of an unknown kind
     |-- InvalidRequestError       a request is wrong; the engine is not affected   (ValueError, HTTP 400)
-    |   `-- UnknownModelError     the request names a model that is not served   (HTTP 404)
+    |   |-- UnknownModelError     the request names a model that is not served   (HTTP 404)
+    |   `-- OutgrownError         a begun request cannot go on: the KV cache, or its grammar's limits   (HTTP 400)
     |-- EngineError               the engine cannot serve
     |   |-- StartupError          the group did not come up: says rank, phase and cause
     |   |   `-- PlacementError    the cluster cannot hold the group: says what was asked and what is there
     |   |-- EngineDeadError       a rank died or hung; the request cannot be finished   (HTTP 503)
     |   |-- EngineClosedError     the engine was shut down   (HTTP 503)
     |   `-- NotReadyError         the server is starting or stopping: no requests now   (HTTP 503)
+    |-- RequestFailedError        one request was given up, others were not: its numbers, or its pages   (HTTP 500)
     |-- PoisonRequestError        ranks fail whenever this request runs; it alone was given up   (HTTP 500)
     |-- RecordingError            a recording of the flight recorder cannot be read or run
     |-- OverloadedError           the queue is full   (HTTP 429)
@@ -55,6 +57,10 @@ class UnknownModelError(InvalidRequestError):
     type = "not_found_error"
 
 
+class OutgrownError(InvalidRequestError):
+    """A request that was begun cannot go on: it needs more of the KV cache, or of its grammar, than there can be."""
+
+
 class EngineError(RaydixError):
     """The engine cannot serve."""
 
@@ -84,6 +90,11 @@ class NotReadyError(EngineError):
     def __init__(self, message: str, retry_after: int = 5) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class RequestFailedError(RaydixError):
+    """One request was given up while others went on: its scores were no numbers, or its pages of the KV cache were
+    found corrupted."""
 
 
 class PoisonRequestError(RaydixError):

@@ -155,7 +155,11 @@ class LLM:
         if self._engine.tokenizer is not None:
             ends = () if fixed.ignore_eos else self.info.eos_token_ids
             detokenizer = IncrementalDetokenizer(
-                self._engine.tokenizer, fixed.stop, stop_token_ids={*ends, *fixed.stop_token_ids}, continues_text=True
+                self._engine.tokenizer,
+                fixed.stop,
+                stop_token_ids={*ends, *fixed.stop_token_ids},
+                continues_text=True,
+                min_tokens=fixed.min_tokens,
             )
         elif fixed.stop:
             raise InvalidRequestError("stop strings need a tokenizer, which this checkpoint lacks", "stop")

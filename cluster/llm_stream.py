@@ -74,7 +74,7 @@ class Stream:
             prompt_token_ids=self._prompt_token_ids,
             token_ids=self.token_ids,
             text=text,
-            finish_reason="error" if self.finish is FinishReason.POISON else self.finish.name.lower(),
+            finish_reason="error" if self.finish >= FinishReason.ERROR else self.finish.name.lower(),
             cached_tokens=self.cached_tokens,
             error=self.error,
             logprobs=self._token_logprobs(),

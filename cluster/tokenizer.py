@@ -52,7 +52,7 @@ class Tokenizer:
         """The text of a whole sequence; ids that the tokenizer does not know give nothing."""
         return self.backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
 
-    def apply_chat_template(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> list[int]:
+    def apply_chat_template(self, messages: Sequence[dict[str, Any]], /, **kwargs: Any) -> list[int]:
         """Token ids of a rendered chat; keyword arguments go to the template (`tools=`, `enable_thinking=`, ...).
 
         Raises:
@@ -60,7 +60,7 @@ class Tokenizer:
         """
         return self.encode(self.render_chat(messages, **kwargs), add_special_tokens=False)
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> str:
+    def render_chat(self, messages: Sequence[dict[str, Any]], /, **kwargs: Any) -> str:
         """The chat as the model reads it; `add_generation_prompt=False` leaves out the answer's beginning."""
         if self.chat_template is None:
             raise InvalidRequestError(

@@ -19,6 +19,7 @@ class FinishReason(IntEnum):
     ABORT = 3
     ERROR = 4
     POISON = 5  # an error: workers fail whenever it runs
+    INVALID = 6  # an error that the request is the cause of: it outgrew the KV cache, or its grammar what is allowed
 
 
 _NOTHING = tuple(np.empty(0, dtype) for dtype in (np.int64, np.int32, np.uint8, np.int32))
@@ -37,7 +38,7 @@ class StepOutputs:
     finish: np.ndarray  # uint8, FinishReason
     cached_tokens: np.ndarray  # int32, prompt tokens found in the prefix cache at first admission
     step_id: int = 0  # 0: needed no step
-    errors: dict[int, str] = field(default_factory=dict)  # request id -> message, for ERROR and POISON
+    errors: dict[int, str] = field(default_factory=dict)  # request id -> message, for ERROR, POISON and INVALID
     logprobs: SampledLogprobs | None = None  # of the entries that it indexes, whose requests asked for them
     # By request id, once, with the first entry after the last prompt token was scored: of the prompt's tokens but the
     # first (a prompt of one token has none).

@@ -108,7 +108,7 @@ class RequestTable:
             try:
                 req.request.constraint.accept([int(tokens[at])])
             except ConstraintError as error:
-                self.withdraw(req, FinishReason.ERROR, str(error))
+                self.withdraw(req, FinishReason.INVALID, str(error))
             else:
                 if req.request.constraint.is_complete:
                     self.withdraw(req, FinishReason.STOP)

@@ -40,7 +40,9 @@ class SamplingParams(BaseModel):
     max_tokens: int | None = Field(
         None, ge=0, lt=2**31, description="exact limit of the output; None: up to max_seq_len"
     )
-    min_tokens: int = Field(0, ge=0, lt=2**31, description="no stop token before this many generated tokens")
+    min_tokens: int = Field(
+        0, ge=0, lt=2**31, description="no stop token or stop string before this many generated tokens"
+    )
     seed: int | None = Field(None, ge=0, lt=2**64, description="None: chosen at the ingress")
     ignore_eos: bool = Field(False, description="generate on after the model's end-of-sequence tokens")
     stop: list[str] = Field(default_factory=list, description="strings that end the text; one string is accepted")

@@ -152,7 +152,7 @@ class Scheduler:
             f"request {req.request_id} outgrew the KV cache: it has {req.known_len} tokens, the pool holds "
             f"{config.num_pages} pages of {config.page_size} tokens; raise num_pages or lower max_tokens"
         )
-        self._table.withdraw(req, FinishReason.ERROR, message)
+        self._table.withdraw(req, FinishReason.INVALID, message)
 
     def _make_progress_possible(self) -> None:
         """Nothing could be placed and nothing is in flight: preempt a prefill, or see that a request cannot fit."""
@@ -195,7 +195,7 @@ class Scheduler:
         self.rows.last_plan[plan.rows[: plan.num_rows]] = self._planned
         self._in_flight.append(InFlight.of_plan(self._planned, plan, unsampled))
         for row, reason in failed:
-            self._table.withdraw(self._table.by_row[row], FinishReason.ERROR, reason)
+            self._table.withdraw(self._table.by_row[row], FinishReason.INVALID, reason)
         return plan
 
     # ---------------------------------------------------------------- results

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, SkipValidation, model_serializer
 
 
 class ErrorDetail(BaseModel):
@@ -55,7 +55,11 @@ class MessageToolCall(BaseModel):
     function: FunctionCall
 
 
-class _Sparse(BaseModel):
+# As `LogprobWriter` makes them; to read them again would take long.
+PromptLogprobs = Annotated[list[dict[str, Any] | None], SkipValidation]
+
+
+class Sparse(BaseModel):
     """Leaves out the fields named `optional` where they are None."""
 
     optional: ClassVar[tuple[str, ...]] = ()
@@ -66,7 +70,7 @@ class _Sparse(BaseModel):
         return {name: value for name, value in values.items() if value is not None or name not in self.optional}
 
 
-class AssistantMessage(_Sparse):
+class AssistantMessage(Sparse):
     """`content` is None when there are only tool calls."""
 
     optional = ("reasoning_content", "tool_calls")
@@ -85,17 +89,17 @@ class ChatChoice(BaseModel):
     finish_reason: str
 
 
-class CompletionChoice(_Sparse):
+class CompletionChoice(Sparse):
     optional = ("prompt_logprobs",)
 
     index: int
     text: str
     logprobs: dict[str, Any] | None = None
     finish_reason: str
-    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
-class _Answer(_Sparse):
+class _Answer(Sparse):
     model_config = ConfigDict(protected_namespaces=())
 
     id: str
@@ -112,7 +116,7 @@ class ChatCompletion(_Answer):
 
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
-    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(_Answer):

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from starlette.responses import Response
+
 from cluster.errors import InvalidRequestError
 from cluster.serve.answers import AssistantMessage, ChatChoice, ChatCompletion, FunctionCall, MessageToolCall, new_id
 from cluster.serve.assistant import AnswerReader, answer_readers
@@ -13,7 +15,7 @@ from cluster.serve.output_format import after_reasoning, tool_calls
 from cluster.serve.parsers import reasoning
 from cluster.serve.protocol import ChatCompletionRequest, TokenizeRequest
 from cluster.serve.service import Choice, ChunkWriter, Service, UsageCounter
-from cluster.serve.sse import EventStream, to_json
+from cluster.serve.sse import to_json
 from cluster.serve.text import ChatRendering
 from cluster.serve.token_stream import Delta, ScoredToken
 from scheduler.structured_outputs import StructuredOutputs
@@ -21,8 +23,8 @@ from scheduler.structured_outputs import StructuredOutputs
 
 async def chat_completion(
     service: Service, request: ChatCompletionRequest, arrived: float
-) -> ChatCompletion | EventStream:
-    """Answer a chat request, whole or as a stream.
+) -> ChatCompletion | Response:
+    """Answer a chat request, whole or as a stream. A large answer is a response already, and so is a stream.
 
     Raises:
         RaydixError: before the first token; later errors are the stream's last event.
@@ -41,7 +43,8 @@ async def chat_completion(
         form = await asyncio.to_thread(answer_form, service, request, text)
     pairs = service.plan(request, [prompt], "messages", None, form)
     readers = answer_readers(service, request, text, forced, len(pairs))
-    group = service.engine.open(pairs, service.options(request, arrived, continues_text=False))
+    continues = bool(request.continue_final_message)
+    group = service.engine.open(pairs, service.options(request, arrived, continues_text=continues))
     count = UsageCounter([prompt], request.choices)
     answer_id = new_id("chatcmpl")
     if not request.stream:

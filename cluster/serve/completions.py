@@ -6,16 +6,19 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from starlette.responses import Response
+
 from cluster.serve.answers import Completion, CompletionChoice, new_id
 from cluster.serve.protocol import COMPLETION_DEFAULT_MAX_TOKENS, CompletionRequest
 from cluster.serve.service import Choice, ChunkWriter, Service, UsageCounter
-from cluster.serve.sse import EventStream, to_json
+from cluster.serve.sse import to_json
 from cluster.serve.token_stream import Delta, ScoredToken
 from scheduler.step import LogprobBlock
 
 
-async def completion(service: Service, request: CompletionRequest, arrived: float) -> Completion | EventStream:
+async def completion(service: Service, request: CompletionRequest, arrived: float) -> Completion | Response:
     """Answer a text completion, whole or as a stream; several prompts give `n` choices each, in their order.
+    A large answer is a response already, and so is a stream.
 
     Raises:
         RaydixError: before the first token; later errors are the stream's last event.

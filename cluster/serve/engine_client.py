@@ -70,10 +70,26 @@ class GroupOptions:
 
 
 @dataclass
+class _Prompt:
+    """A prompt's ids, int32, and their hashes once they are known: made once for all choices."""
+
+    ids: np.ndarray
+    hashes: list[int] | None = None
+
+    def ticket(self, fleet: Fleet, max_tokens: int) -> Ticket:
+        """Of a request that begins with it."""
+        if self.hashes is None:
+            ticket = fleet.ticket(self.ids, max_tokens)
+            self.hashes = ticket.hashes
+            return ticket
+        return Ticket(fleet, self.hashes, len(self.ids), max_tokens)
+
+
+@dataclass
 class _Call:
     """What a stream asks of the engine, and the Serve call that asks it now."""
 
-    prompt: list[int]
+    prompt: _Prompt
     sampling: SamplingParams
     options: GroupOptions
     response: DeploymentResponse | None = None
@@ -126,15 +142,18 @@ class EngineClient:
             error = RequestTimeoutError(f"the request was not finished within its {options.timeout:g} s")
             self._deadlines[group] = asyncio.get_running_loop().call_later(left, group.fail, error)
         try:
+            shared, shared_ids = None, None  # a prompt's choices follow each other
             for index, (prompt, params) in enumerate(requests):
-                self._open_stream(group, index, prompt, params, options)
+                if prompt is not shared_ids:
+                    shared, shared_ids = _Prompt(np.array(prompt, dtype=np.int32)), prompt
+                self._open_stream(group, index, shared, params, options)
         except Exception:
             self.close_group(group)
             raise
         return group
 
     def _open_stream(
-        self, group: StreamGroup, index: int, prompt: list[int], params: SamplingParams, options: GroupOptions
+        self, group: StreamGroup, index: int, prompt: _Prompt, params: SamplingParams, options: GroupOptions
     ) -> None:
         detokenizer = IncrementalDetokenizer(
             self._tokenizer,
@@ -142,6 +161,7 @@ class EngineClient:
             options.skip_special_tokens,
             continues_text=options.continues_text,
             include_stop=options.include_stop,
+            min_tokens=params.min_tokens,
         )
         stream = self._table.open(
             detokenizer, group, index, options.arrived, options.include_stop, params.logprobs or 0
@@ -211,8 +231,13 @@ class EngineClient:
         if stream.tokens and sampling.prompt_logprobs is not None:  # they came with the first token
             sampling = sampling.model_copy(update={"prompt_logprobs": None})
         call.starts += 1
-        ids = np.array(call.prompt + stream.tokens, dtype=np.int32)
-        call.ticket = ticket = self.fleet.ticket(ids, sampling.max_tokens - len(stream.tokens))
+        ids = call.prompt.ids
+        if stream.tokens:
+            ids = np.concatenate([ids, np.array(stream.tokens, dtype=np.int32)])
+            ticket = self.fleet.ticket(ids, sampling.max_tokens - len(stream.tokens))
+        else:
+            ticket = call.prompt.ticket(self.fleet, sampling.max_tokens)
+        call.ticket = ticket
         asked = EngineCall(
             self._receiver.address,
             stream.stream_id,
@@ -220,7 +245,7 @@ class EngineClient:
             sampling,
             call.options.priority,
             call.options.user,
-            len(call.prompt),
+            len(call.prompt.ids),
         )
         call.response = self._handle.generate.remote(asked.encode(), **{TICKET: ticket})
         task = asyncio.create_task(self._follow(stream, call, call.response, ticket))

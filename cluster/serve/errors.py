@@ -46,12 +46,16 @@ _CODES = {
     RequestTimeoutError: "request_timeout",
     ContextLengthError: "context_length_exceeded",
     errors.UnknownModelError: "model_not_found",
+    errors.OutgrownError: "request_outgrown",
+    errors.RequestFailedError: "request_failed",
     errors.OverloadedError: "rate_limit_exceeded",
     errors.PoisonRequestError: "poison_request",
     errors.EngineDeadError: "engine_dead",
     errors.EngineClosedError: "engine_closed",
 }
 
+# OpenAI's clients would send the whole request again: with the same deadline, or to kill more ranks.
+_NOT_AGAIN = (RequestTimeoutError, errors.PoisonRequestError, errors.RequestFailedError)
 
 MAX_FINDINGS = 20  # of a body with a million mistakes
 _BODY_PROBLEMS = {  # what the reading of a body fails with, other than a mistake in its JSON
@@ -85,8 +89,8 @@ def problem_of(error: BaseException) -> Problem:
             headers["Retry-After"] = str(error.retry_after)
         elif isinstance(error, AuthenticationError):
             headers["WWW-Authenticate"] = "Bearer"
-        elif isinstance(error, RequestTimeoutError):
-            headers["X-Should-Retry"] = "false"  # OpenAI's clients would: the whole request, with the same deadline
+        elif isinstance(error, _NOT_AGAIN):
+            headers["X-Should-Retry"] = "false"
         code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
         return Problem(error.status, str(error), error.type, getattr(error, "param", None), code, headers)
     if isinstance(error, RequestValidationError):
@@ -111,7 +115,7 @@ def _validation_problem(error: RequestValidationError) -> Problem:
             params.append(None)
             continue
         cause = finding.get("ctx", {}).get("error")
-        name = _field_name([*path, cause.param] if hasattr(cause, "param") else path)
+        name = _field_name([*path, *cause.param.split(".")] if hasattr(cause, "param") else path)
         params.append(name)
         if finding["type"] == "extra_forbidden":
             lines.append(f"unknown field '{name}'")

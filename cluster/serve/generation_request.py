@@ -5,18 +5,21 @@ Limits of the sampling parameters live in `SamplingParams` alone.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
 
 from cluster.errors import InvalidRequestError
+from cluster.serve.body import MAX_FIELDS, AtMost, InvalidFieldError, StrictModel
 from cluster.serve.errors import ContextLengthError
-from cluster.serve.messages import InvalidFieldError, Text
+from cluster.serve.messages import Text, check_unicode
 from cluster.serve.output_format import ResponseFormat
-from scheduler.sampling_params import MAX_LOGPROBS, SamplingParams
+from scheduler.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS, MAX_STOPS, SamplingParams
 from scheduler.structured_outputs import StructuredOutputs
 
 MAX_CHOICES = 128
+MAX_USER = 256
+"""Characters of `user`: each choice carries it, and the policy `fair_share` keeps it."""
 
 _SAMPLING_FIELDS = (
     "min_tokens",
@@ -34,26 +37,23 @@ _SAMPLING_FIELDS = (
 )
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(StrictModel):
     """`stream_options`: one last chunk with `usage` when `include_usage` is set; `continuous_usage_stats` adds the
     counts so far to every chunk."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(StrictModel):
     """Fields that chat and text completions share.
 
     Beside OpenAI's and vLLM's: `priority`, where larger goes first, and `timeout`, seconds from arrival to the last
     token.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(allow_inf_nan=False)
 
-    # Known to OpenAI or vLLM clients, not supported: allowed only with a value that changes nothing.
     neutral_only: ClassVar[dict[str, tuple[Any, ...]]] = {
         "best_of": (1,),
         "metadata": ({},),
@@ -70,35 +70,23 @@ class GenerationRequest(BaseModel):
     min_p: float | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
-    stop: Text | list[Text] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: Text | Annotated[list[Text], AtMost(MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[int], AtMost(MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], AtMost(MAX_BIASED_TOKENS)] | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     skip_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: Annotated[StructuredOutputs, AtMost(MAX_FIELDS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     include_stop_str_in_output: bool | None = None
-    user: Text | None = None
+    user: Annotated[str, Field(max_length=MAX_USER), AfterValidator(check_unicode)] | None = None
     priority: int | None = Field(None, ge=-(1 << 31), lt=1 << 31)
     timeout: float | None = Field(None, gt=0)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, values: Any) -> Any:
-        """Drop known unsupported fields that hold a neutral value; refuse them by name otherwise."""
-        if not isinstance(values, dict):
-            return values
-        for name in values.keys() & cls.neutral_only.keys():
-            value = values[name]
-            if value is not None and not any(_same(value, neutral) for neutral in cls.neutral_only[name]):
-                raise InvalidFieldError(f"'{name}' is not supported by this server; leave it out", name)
-        return {name: value for name, value in values.items() if name not in cls.neutral_only}
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> GenerationRequest:
@@ -179,8 +167,3 @@ class GenerationRequest(BaseModel):
             name = limit_field if name == "max_tokens" else name
             message = problem["msg"].removeprefix("Value error, ")
             raise InvalidRequestError(f"{name}: {message}" if name else message, name) from error
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    """Equal, without 0 == False and 1 == True."""
-    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)

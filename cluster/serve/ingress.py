@@ -108,8 +108,8 @@ class Ingress:
     async def completions(self, body: CompletionRequest) -> Any:
         return await completion(self._models.service(body.model), body, time.monotonic())
 
-    @app.post("/tokenize")
-    async def tokenize(self, body: TokenizeRequest) -> Tokenized:
+    @app.post("/tokenize", response_model=Tokenized)
+    async def tokenize(self, body: TokenizeRequest) -> Any:
         return await tokenize(self._models.service(body.model), body)
 
     @app.post("/detokenize")

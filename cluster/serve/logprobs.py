@@ -88,7 +88,7 @@ class LogprobWriter:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, LEAST)
+    return logprob if logprob > LEAST else LEAST  # also of NaN
 
 
 def _alternatives(block: LogprobBlock, place: int) -> list[tuple[int, float]]:

@@ -6,22 +6,20 @@ Reference: https://platform.openai.com/docs/api-reference/chat/create.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from cluster.serve.body import AtMost, InvalidFieldError, StrictModel, check_values
+
+MAX_MESSAGES = 4096
 MAX_TOOLS = 128
+FRAME = 8
+"""Characters that a template puts around a message, at least."""
+MAX_ARGUMENTS = 1 << 18
+"""JSON values in the arguments of a chat's calls, as far as they can be counted without reading them."""
 MAX_DEPTH = 64
 """Of a JSON value that a request brings: what renders or compiles it does so by recursion."""
-
-
-class InvalidFieldError(ValueError):
-    """A validator's error that knows its field, so that the answer's `param` can name it."""
-
-    def __init__(self, message: str, param: str) -> None:
-        super().__init__(message)
-        self.param = param
 
 
 def check_unicode(text: str) -> str:
@@ -34,55 +32,41 @@ def check_unicode(text: str) -> str:
 
 
 def check_json(value: Any) -> Any:
-    """The same for all strings in a JSON value, which may be `MAX_DEPTH` deep."""
-    level, depth = [value], 0
-    while level := [child for node in level if isinstance(node, dict | list) for child in _children(node)]:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+    """The same for all strings in a JSON value, which may be `MAX_DEPTH` deep and hold `MAX_VALUES` values."""
+    check_values(value, most_levels=MAX_DEPTH)
     check_unicode(json.dumps(value, ensure_ascii=False))
     return value
-
-
-def _children(node: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return node.values() if isinstance(node, dict) else node
 
 
 Text = Annotated[str, AfterValidator(check_unicode)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(check_json)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class TextPart(_Strict):
+class TextPart(StrictModel):
     """One part of a message's content. Only text is served."""
 
     type: Literal["text"]
     text: Text
 
 
-class CalledFunction(_Strict):
+class CalledFunction(StrictModel):
     """What an assistant's message called; `arguments` is a JSON object as a string."""
 
     name: Text
     arguments: Text
 
-    @field_validator("arguments")
-    @classmethod
-    def _is_object(cls, arguments: str) -> str:
+    def check(self) -> None:
+        """Raises ValueError unless the arguments are an object."""
         try:
-            value = json.loads(arguments or "{}")
+            value = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError) as error:
             raise ValueError(f"not valid JSON: {error}") from error
         check_json(value)
         if not isinstance(value, dict):
             raise ValueError("must be a JSON object, as a string")
-        return arguments
 
 
-class ToolCall(_Strict):
+class ToolCall(StrictModel):
     """One call in an assistant's message."""
 
     id: Text
@@ -99,13 +83,16 @@ class ToolCall(_Strict):
         }
 
 
-class ChatMessage(_Strict):
+class ChatMessage(StrictModel):
     """One message; `content` is a string or text parts."""
 
+    # as in the assistant's messages that OpenAI's client has read, and sends back
+    neutral_only: ClassVar[dict[str, tuple[Any, ...]]] = {"annotations": ([],), "audio": (), "function_call": ()}
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
+    content: Text | Annotated[list[TextPart], AtMost()] | None = None
     name: Text | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], AtMost()] | None = None
     tool_call_id: Text | None = None
     reasoning_content: Text | None = None
     refusal: Text | None = None
@@ -133,8 +120,11 @@ class ChatMessage(_Strict):
 
     @property
     def size(self) -> int:
-        """Characters, about."""
-        return len(self.text)
+        """Characters that a template may make of it, about."""
+        texts = [self.text, self.name, self.tool_call_id, self.reasoning_content]
+        for call in self.tool_calls or ():
+            texts += [call.id, call.function.name, call.function.arguments]
+        return FRAME + sum(len(text) for text in texts if text)
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates expect it: plain text, and `developer` under its older name."""
@@ -150,7 +140,31 @@ class ChatMessage(_Strict):
         return message
 
 
-class FunctionTool(_Strict):
+def check_calls(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Raises InvalidFieldError for a call whose arguments are no object, or calls with more of them than is read."""
+    functions = {
+        f"{i}.tool_calls.{j}.function.arguments": call.function
+        for i, message in enumerate(messages)
+        for j, call in enumerate(message.tool_calls or ())
+    }
+    most = sum(function.arguments.count(each) for function in functions.values() for each in "[{,")
+    if most > MAX_ARGUMENTS:
+        raise ValueError(
+            f"the arguments of the calls in it have {most} of the characters '[', '{{' and ',' together; "
+            f"at most {MAX_ARGUMENTS} are read"
+        )
+    for name, function in functions.items():
+        try:
+            function.check()
+        except ValueError as error:
+            raise InvalidFieldError(str(error), name) from error
+    return messages
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1), AtMost(MAX_MESSAGES), AfterValidator(check_calls)]
+
+
+class FunctionTool(StrictModel):
     """A function the model may call; `parameters` is a JSON schema."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -159,7 +173,7 @@ class FunctionTool(_Strict):
     strict: bool | None = None
 
 
-class Tool(_Strict):
+class Tool(StrictModel):
     """One entry of `tools`."""
 
     type: Literal["function"]
@@ -170,11 +184,14 @@ class Tool(_Strict):
         return {"type": "function", "function": {"parameters": {"type": "object", "properties": {}}} | function}
 
 
-class NamedFunction(_Strict):
+Tools = Annotated[list[Tool], AtMost(MAX_TOOLS)]
+
+
+class NamedFunction(StrictModel):
     name: str
 
 
-class NamedTool(_Strict):
+class NamedTool(StrictModel):
     """`tool_choice` that names the function to call."""
 
     type: Literal["function"]

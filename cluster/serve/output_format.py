@@ -6,10 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from cluster.errors import InvalidRequestError
 from cluster.grammar_compiler import grammar_text, quoted, short
+from cluster.serve.body import StrictModel
 from cluster.serve.messages import JsonObject, Text, Tool
 from cluster.serve.parsers import ToolParser
 from scheduler.structured_outputs import StructuredOutputs
@@ -43,9 +44,7 @@ class OutputFormat(StructuredOutputs):
             ) from error
 
 
-class _Format(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
-
+class _Format(StrictModel):
     @property
     def output(self) -> OutputFormat | None:
         """What the output must follow; None: nothing."""

@@ -12,8 +12,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
@@ -21,8 +19,9 @@ from pydantic import (
     model_validator,
 )
 
+from cluster.serve.body import MAX_VALUES, AtMost, InvalidFieldError, StrictModel
 from cluster.serve.generation_request import GenerationRequest
-from cluster.serve.messages import MAX_TOOLS, ChatMessage, InvalidFieldError, JsonObject, NamedTool, Text, Tool
+from cluster.serve.messages import JsonObject, Messages, NamedTool, Text, Tool, Tools
 from scheduler.sampling_params import MAX_LOGPROBS
 
 MAX_STREAMS = 1024  # prompts x n of one request
@@ -37,6 +36,7 @@ def _keep_messages(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+TokenIds = Annotated[list[int], AtMost()]
 TemplateOptions = Annotated[JsonObject, AfterValidator(_keep_messages)]
 
 
@@ -54,14 +54,16 @@ class ChatCompletionRequest(GenerationRequest):
         "web_search_options": (),
     }
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    max_values: ClassVar[int | None] = MAX_VALUES
+
+    messages: Messages
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tools: Tools | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 
@@ -163,9 +165,9 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Annotated[
         Annotated[Text, Tag("str")]
-        | Annotated[list[Text], Tag("list[str]")]
-        | Annotated[list[int], Tag("list[int]")]
-        | Annotated[list[list[int]], Tag("list[list[int]]")],
+        | Annotated[list[Text], AtMost(MAX_STREAMS), Tag("list[str]")]
+        | Annotated[TokenIds, Tag("list[int]")]
+        | Annotated[list[TokenIds], AtMost(MAX_STREAMS), Tag("list[list[int]]")],
         Discriminator(_kind_of_prompt),  # trying each in turn takes long on a long list
     ]
     echo: bool | None = None
@@ -202,9 +204,7 @@ class CompletionRequest(GenerationRequest):
         return self.prompt
 
 
-class _TextRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
-
+class _TextRequest(StrictModel):
     model: Text | None = None
 
 
@@ -214,8 +214,10 @@ class TokenizeRequest(_TextRequest):
     `add_special_tokens` is by default true for a prompt; a chat template writes its own.
     """
 
+    max_values: ClassVar[int | None] = MAX_VALUES
+
     prompt: Text | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
@@ -238,5 +240,5 @@ class TokenizeRequest(_TextRequest):
 class DetokenizeRequest(_TextRequest):
     """Body of POST /detokenize."""
 
-    tokens: list[int]
+    tokens: TokenIds
     skip_special_tokens: bool = False

@@ -8,12 +8,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from pydantic import BaseModel
+from starlette.responses import Response
+
 from cluster.config import EngineConfig
 from cluster.errors import InvalidRequestError, UnknownModelError
 from cluster.serve.answers import ModelCard, Usage
 from cluster.serve.engine_client import EngineClient, GroupOptions
 from cluster.serve.errors import ContextLengthError
 from cluster.serve.generation_request import GenerationRequest
+from cluster.serve.large_answers import finished, json_text, made, num_scores
 from cluster.serve.logprobs import LogprobWriter
 from cluster.serve.parsers import ToolParser
 from cluster.serve.sse import DONE, EventStream, event, to_json
@@ -24,7 +28,7 @@ from scheduler.sampling_params import SamplingParams
 from scheduler.step import LogprobBlock
 from scheduler.structured_outputs import StructuredOutputs
 
-Answer = TypeVar("Answer")
+Answer = TypeVar("Answer", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -125,14 +129,18 @@ class Service:
             user=request.user,
         )
 
-    async def answer(self, group: StreamGroup, count: UsageCounter, whole: Callable[[list[Choice]], Answer]) -> Answer:
-        """The answer to a request without `stream`: `whole(choices)` once every choice has ended."""
+    async def answer(
+        self, group: StreamGroup, count: UsageCounter, whole: Callable[[list[Choice]], Answer]
+    ) -> Answer | Response:
+        """The answer to a request without `stream`: `whole(choices)` once every choice has ended. With many log
+        probabilities it is made in a thread, and comes as the response."""
         choices = [Choice() for _ in group.streams]
         try:
             async for index, delta in group:
                 count.add(index, delta)
                 choices[index].add(delta)
-            return whole(choices)
+            size = sum(num_scores(choice.logprobs, choice.prompt_logprobs) for choice in choices)
+            return await finished(lambda: whole(choices), size)
         finally:
             self.engine.close_group(group)
 
@@ -177,13 +185,17 @@ async def event_texts(
         begin: what comes before the first delta.
         write: the events of one delta. end: those after the last.
     """
-    waiting = begin + write(*first)
+
+    async def written(index: int, delta: Delta) -> str:
+        return await made(lambda: write(index, delta), num_scores(delta.logprobs, delta.prompt_logprobs))
+
+    waiting = begin + await written(*first)
     try:
         while True:
             if not group.has_next:
                 yield waiting
                 waiting = ""
-            waiting += write(*await anext(group))
+            waiting += await written(*await anext(group))
     except StopAsyncIteration:
         yield waiting + end()
     except Exception:
@@ -253,7 +265,9 @@ class ChunkWriter:
 
     def choice(self, index: int, content: str, finish_reason: str | None, logprobs: Any = None) -> str:
         """A chunk of one choice; `content` is its own part, as JSON members: `"text":"..."`."""
-        end = f'"logprobs":{to_json(logprobs)},"finish_reason":{to_json(finish_reason)}'
+        end = (
+            f'"logprobs":{"null" if logprobs is None else json_text(logprobs)},"finish_reason":{to_json(finish_reason)}'
+        )
         tail = f',"usage":{self.count.usage.model_dump_json()}}}' if self._continuous_usage else self._tail
         return f'{self._head},"choices":[{{"index":{index},{content},{end}}}]{tail}'
 

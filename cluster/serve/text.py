@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from cluster.errors import InvalidRequestError
 from cluster.serve.errors import ContextLengthError
 from cluster.serve.messages import ChatMessage
 from cluster.serve.parsers import reasoning
+from cluster.serve.sse import to_json
 from cluster.tokenizer import Tokenizer
 
 LONG = 1 << 16  # characters: texts from here on wait for each other, so that they never hold up a short one
@@ -36,17 +38,25 @@ class ChatRendering:
     suffix: str = ""
     variables: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def size(self) -> int:
+        """Characters of the variables, the tools among them."""
+        return len(to_json(self.variables)) if self.variables else 0
+
 
 class TextWorker:
     """Encodes prompts in threads, so that a long prompt never stops other streams (the tokenizer gives up the GIL).
-    Texts under `AT_ONCE` characters are encoded on the spot."""
+    Texts under `AT_ONCE` characters are encoded on the spot. What is longer than any prompt, which only /tokenize and
+    /detokenize take, holds up no prompt either."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_seq_len: int | None = None) -> None:
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._most_characters = None if max_seq_len is None else max_seq_len * longest_token(tokenizer)
+        self._max_seq_len = math.inf if max_seq_len is None else max_seq_len
+        self._most_characters = math.inf if max_seq_len is None else max_seq_len * longest_token(tokenizer)
         self._short = ThreadPoolExecutor(SHORT_THREADS, thread_name_prefix="raydix-encode")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="raydix-encode-long")
+        self._beyond = ThreadPoolExecutor(1, thread_name_prefix="raydix-encode-beyond")
 
     async def encode(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a completion prompt; ids pass through after a check.
@@ -55,10 +65,15 @@ class TextWorker:
             InvalidRequestError: the prompt is empty, far too long or holds an id outside the vocabulary.
         """
         if isinstance(prompt, str):
-            self._check_length(len(prompt), "prompt")
+            self._check_length(prompt, "prompt")
             ids = await self.encode_text(prompt)
         else:
             ids = prompt
+            if len(ids) > self._max_seq_len:
+                raise ContextLengthError(
+                    f"the prompt has {len(ids)} tokens, but the model's context is {self._max_seq_len}; shorten it",
+                    "prompt",
+                )
             self.check_ids(ids, "prompt")
         if not ids:
             raise InvalidRequestError("prompt: the prompt is empty; give at least one token of text", "prompt")
@@ -77,16 +92,16 @@ class TextWorker:
         wants one.
 
         Raises:
-            InvalidRequestError: the template refuses these messages, or there is no template.
+            InvalidRequestError: the template refuses these messages, or there is no template, or they are far too
+                long.
         """
 
         def work() -> tuple[list[int], str]:
             text = render_chat(self.tokenizer, messages, rendering)
+            self._check_length(text, "messages")
             return self.tokenizer.encode(text, add_special_tokens), text
 
-        size = sum(message.size for message in messages)
-        self._check_length(size, "messages")
-        return await self._run(size, work)
+        return await self._run(sum(message.size for message in messages) + rendering.size, work)
 
     async def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         """The text of a whole sequence."""
@@ -99,25 +114,29 @@ class TextWorker:
 
     def check_ids(self, ids: list[int], param: str) -> None:
         """Raises InvalidRequestError for an id outside the model's vocabulary."""
-        bad = next((token for token in ids if not 0 <= token < self._vocab_size), None)
-        if bad is not None:
+        if not ids:
+            return
+        least, most = min(ids), max(ids)
+        if least < 0 or most >= self._vocab_size:
+            bad = least if least < 0 else most
             raise InvalidRequestError(f"{param}: token id {bad} is outside 0..{self._vocab_size - 1}", param)
 
-    def _check_length(self, characters: int, param: str) -> None:
+    def _check_length(self, text: str, param: str) -> None:
         """Refuses what cannot fit however it is split: to tokenize 10 MB takes most of a minute, and others wait."""
-        if self._most_characters is not None and characters > self._most_characters:
+        if len(text) > self._most_characters:
             raise ContextLengthError(
-                f"the prompt has {characters} characters, more than the model's context can hold; shorten the prompt",
+                f"the prompt has {len(text)} characters, more than the model's context can hold; shorten the prompt",
                 param,
             )
 
     async def _run(self, size: int, work: Callable[[], T]) -> T:
         if size < AT_ONCE:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._long if size >= LONG else self._short, work)
+        threads = self._short if size < LONG else self._long if size <= self._most_characters else self._beyond
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def close(self) -> None:
-        for threads in (self._short, self._long):
+        for threads in (self._short, self._long, self._beyond):
             threads.shutdown(wait=False, cancel_futures=True)
 
 

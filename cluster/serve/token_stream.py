@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.detokenizer import IncrementalDetokenizer
-from cluster.errors import EngineClosedError, EngineError, PoisonRequestError, RaydixError
+from cluster.errors import EngineClosedError, OutgrownError, PoisonRequestError, RaydixError, RequestFailedError
 from scheduler.outputs import FinishReason
 from scheduler.step import LogprobBlock
 
@@ -130,7 +130,9 @@ class TokenStream:
 def _error(finish: int, failure: str | None) -> RaydixError | None:
     """What such an end raises, if anything; `failure`: what the engine says about it."""
     if finish == FinishReason.ERROR:
-        return EngineError(failure or "the engine could not finish this request")
+        return RequestFailedError(failure or "the engine could not finish this request")
+    if finish == FinishReason.INVALID:
+        return OutgrownError(failure or "the engine cannot finish this request")
     if finish == FinishReason.POISON:
         return PoisonRequestError(failure or "the engine fails whenever this request runs")
     if finish == FinishReason.ABORT:

@@ -117,7 +117,7 @@ class RunResult:
         return {
             "requests": len(recorder.finish),
             "finished": int(finished.sum()),
-            "failed": int((recorder.finish == FinishReason.ERROR).sum()),
+            "failed": int(np.isin(recorder.finish, (FinishReason.ERROR, FinishReason.INVALID)).sum()),
             "refused": self.refused,
             "seconds": seconds,
             "output_tokens": tokens,

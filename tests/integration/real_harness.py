@@ -83,7 +83,7 @@ class RealHarness(Harness):
         request, tokens = stream.request, stream.tokens
         if stream.finish == FinishReason.ABORT:
             assert stream.aborted, f"request {request.request_id} was aborted by nobody"
-        elif stream.finish == FinishReason.ERROR:
+        elif stream.finish == FinishReason.INVALID:
             stored = len(request.prompt_ids) + len(self._alone.run(request).tokens) - 1
             capacity = self.config.num_pages * self.config.page_size
             assert stored > capacity, f"request {request.request_id} failed ({stream.error}), but fits"

@@ -205,7 +205,7 @@ def test_a_pool_too_small_for_one_request_says_so_and_serves_the_others(tiny_lla
             client.engine.submit(request([5] * 21, 1))
         grows = request([5, 6, 7], 60)  # its prompt fits
         client.run(grows)
-        assert client.finish[grows.request_id] == FinishReason.ERROR
+        assert client.finish[grows.request_id] == FinishReason.INVALID
         assert "5 pages of 4 tokens" in client.errors[grows.request_id]
         small = request([5, 6], 10)
         assert len(client.run(small)[0]) == 10

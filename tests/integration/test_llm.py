@@ -115,6 +115,8 @@ class TestGenerate:
         params = SamplingParams(temperature=0.0, max_tokens=64, stop=[", 7"])
         output = llm.generate("1, 2, 3, 4,", params, progress=False)[0]
         assert output.text == " 5, 6" and output.finish_reason == "stop" and len(output.token_ids) < 20
+        [output] = llm.generate("1, 2, 3, 4,", params.model_copy(update={"min_tokens": 30}), progress=False)
+        assert output.text.startswith(" 5, 6, 7, 8") and len(output.token_ids) > 30
 
     def test_sampled_tokens_do_not_depend_on_the_batch(self, llm: LLM) -> None:
         params = [SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=n, max_tokens=16) for n in range(6)]

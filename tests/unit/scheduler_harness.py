@@ -237,7 +237,7 @@ class Harness:
                 stream.tokens.append(token)
                 stream.cached_tokens = cached
             stream.finish = FinishReason(finish)
-            if finish == FinishReason.ERROR:
+            if finish in (FinishReason.ERROR, FinishReason.INVALID):
                 stream.error = outputs.errors[request_id]
         if outputs.logprobs is not None:
             for entry, words in zip(outputs.logprobs.index.tolist(), outputs.logprobs.block.words, strict=True):
@@ -263,7 +263,7 @@ class Harness:
         expected, finish = run_alone(request, self.model, self.config)
         name = f"request {request.request_id}"
         assert stream.finish != FinishReason.NONE, f"{name} never finished"
-        if stream.finish in (FinishReason.ABORT, FinishReason.ERROR):
+        if stream.finish in (FinishReason.ABORT, FinishReason.INVALID):
             assert tokens == expected[: len(tokens)], f"{name}: {tokens} is not how {expected} starts"
             if stream.finish == FinishReason.ABORT:
                 assert stream.aborted, f"{name} was aborted by nobody"
@@ -273,7 +273,7 @@ class Harness:
                 assert stored > capacity, f"{name} failed ({stream.error}), but {stored} tokens fit in {capacity} slots"
         else:
             assert (tokens, stream.finish) == (expected, finish), f"{name}: {tokens} {stream.finish}, alone {expected}"
-        self._check_logprobs(stream, complete=stream.finish not in (FinishReason.ABORT, FinishReason.ERROR))
+        self._check_logprobs(stream, complete=stream.finish not in (FinishReason.ABORT, FinishReason.INVALID))
 
     def _check_logprobs(self, stream: Stream, complete: bool) -> None:
         """Every token has its log probabilities, those of its position, if the request asked for any."""

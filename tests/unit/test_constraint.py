@@ -108,7 +108,7 @@ def test_a_constraint_that_fails_ends_its_request_alone():
     others = [constrained(2, [4, 5, 6]), make_request(3, [7, 8, 9], 20)]
     harness.add(bad, *others)
     harness.drain()
-    assert harness.streams[1].finish == FinishReason.ERROR
+    assert harness.streams[1].finish == FinishReason.INVALID
     assert harness.streams[1].error == "no mask for this place"
     assert len(harness.streams[1].tokens) == 4
     for request in others:

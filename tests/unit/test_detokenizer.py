@@ -93,6 +93,30 @@ def test_stop_strings_cut_exactly_whatever_the_split(tokenizer, text, stop, data
         assert got == full and not stopped
 
 
+@given(text=st.text("ab日😀 x", max_size=40), stop=stops, min_tokens=st.integers(0, 30), data=st.data())
+@settings(max_examples=500, deadline=None)
+def test_stop_strings_end_after_the_least_number_of_tokens(tokenizer, text, stop, min_tokens, data):
+    ids = tokenizer.encode(text)
+    full = tokenizer.decode(ids)
+    early = len(IncrementalDetokenizer(tokenizer).add(ids[:min_tokens]).text) if min_tokens else 0
+    places = [(start + len(s), start, s) for s in stop for start in range(len(full)) if full.startswith(s, start)]
+    ends = [place for place in places if place[0] > early]
+    deltas = run(IncrementalDetokenizer(tokenizer, stop=stop, min_tokens=min_tokens), pieces(data, ids))
+    got = "".join(delta.text for delta in deltas)
+    if ends:
+        _, start, which = min(ends)
+        assert got == full[:start] and [delta.stop_reason for delta in deltas if delta.stopped] == [which]
+    else:
+        assert got == full and not any(delta.stopped for delta in deltas)
+
+
+def test_a_stop_string_may_begin_before_the_least_number_of_tokens(byte_level):
+    ids = [byte_level.backend.token_to_id(letter) for letter in "abab"]
+    for min_tokens, expected in [(0, ""), (1, ""), (2, "ab"), (3, "ab"), (4, "abab")]:
+        deltas = run(IncrementalDetokenizer(byte_level, stop=["ab"], min_tokens=min_tokens), [[id] for id in ids])
+        assert "".join(delta.text for delta in deltas) == expected
+
+
 @given(text=st.text("ab", max_size=30), stop=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3))
 def test_only_what_may_begin_a_stop_string_is_held_back(text, stop):
     matcher, sent, seen = StopStrings(stop), "", ""

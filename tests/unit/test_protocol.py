@@ -7,9 +7,17 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from cluster.errors import EngineDeadError, InvalidRequestError, OverloadedError, UnknownModelError
+from cluster.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    OutgrownError,
+    OverloadedError,
+    PoisonRequestError,
+    RequestFailedError,
+    UnknownModelError,
+)
 from cluster.serve.answers import Usage
-from cluster.serve.errors import ContextLengthError, from_wire, problem_of, to_wire
+from cluster.serve.errors import ContextLengthError, RequestTimeoutError, from_wire, problem_of, to_wire
 from cluster.serve.protocol import ChatCompletionRequest, CompletionRequest
 from cluster.serve.service import ChunkWriter, UsageCounter
 from cluster.serve.token_stream import Delta
@@ -54,6 +62,8 @@ def problem(make, /, **fields):
         ({"n": 0}, "n"),
         ({"stream": "yes"}, "stream"),
         ({"stop": [1]}, "stop"),
+        ({"stop": ["x"] * 257}, "stop"),  # a million of either kept every step from ending
+        ({"stop_token_ids": list(range(257))}, "stop_token_ids"),
         ({"seed": 1 << 64}, "seed"),
         ({"messages": []}, "messages"),
         ({"messages": "hello"}, "messages"),
@@ -166,9 +176,7 @@ def test_false_is_not_zero():
         ({"min_p": 2}, "min_p"),
         ({"min_tokens": -1}, "min_tokens"),
         ({"stop": [""]}, "stop"),
-        ({"stop": ["x"] * 257}, "stop"),  # a million of either kept every step from ending
         ({"stop": "x" * 1025}, "stop"),
-        ({"stop_token_ids": list(range(257))}, "stop_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"max_completion_tokens": -5}, "max_completion_tokens"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
@@ -272,6 +280,10 @@ def test_chunks_are_json_with_the_text_as_it_is():
         (UnknownModelError("no model", "model"), 404, "model_not_found"),
         (OverloadedError("full", 3), 429, "rate_limit_exceeded"),
         (EngineDeadError("rank 1 died"), 503, "engine_dead"),
+        (OutgrownError("request 7 outgrew the KV cache"), 400, "request_outgrown"),
+        (RequestFailedError("NaN"), 500, "request_failed"),
+        (PoisonRequestError("the workers fail"), 500, "poison_request"),
+        (RequestTimeoutError("late"), 408, "request_timeout"),
         (HTTPException(405, "Method Not Allowed"), 405, None),
         (RuntimeError("secret path /a/b"), 500, None),
     ],
@@ -282,6 +294,9 @@ def test_errors_have_openai_form(error, status, code):
     assert set(answer.body["error"]) == {"message", "type", "param", "code"}
     assert "secret" not in answer.message
     assert (answer.headers.get("Retry-After") == "3") == (status == 429)
+    assert (answer.headers.get("X-Should-Retry") == "false") == isinstance(
+        error, RequestFailedError | PoisonRequestError | RequestTimeoutError
+    )
 
 
 @pytest.mark.parametrize("error", [UnknownModelError("m", "model"), OverloadedError("o", 9), EngineDeadError("d")])

@@ -13,7 +13,7 @@ from scheduler.outputs import FinishReason, StepOutputs
 from scheduler.request import Request
 from scheduler.sampling_params import SamplingParams
 
-NONE, STOP, LENGTH, ABORT, ERROR, POISON = FinishReason
+NONE, STOP, LENGTH, ABORT, ERROR, POISON, INVALID = FinishReason
 
 
 def test_values_fall_into_their_buckets():
@@ -55,7 +55,7 @@ def test_a_request_is_followed_from_queue_to_finish():
     assert (snapshot["prompt_tokens"], snapshot["generation_tokens"]) == (5, 3)
 
 
-@pytest.mark.parametrize("finish", [ABORT, ERROR])
+@pytest.mark.parametrize("finish", [ABORT, ERROR, INVALID])
 def test_a_request_that_never_ran_has_waited_only(finish):
     timings = RequestTimings()
     timings.submitted(Request(7, np.arange(1, 6), SamplingParams(max_tokens=3, seed=0)))

@@ -110,7 +110,7 @@ def test_a_request_that_outgrows_the_pool_alone_ends_with_an_error():
     run.scheduler.add(request(0, range(1, 13), max_tokens=20))
     run.scheduler.add(request(1, range(1, 5), max_tokens=2))
     run.finish_all()
-    assert run.finish == {0: FinishReason.ERROR, 1: FinishReason.LENGTH}
+    assert run.finish == {0: FinishReason.INVALID, 1: FinishReason.LENGTH}
     assert "4 pages of 4 tokens" in run.errors[0] and len(run.tokens[0]) == 5
 
 
@@ -267,4 +267,4 @@ def test_nothing_is_left_behind_by_a_schedule_that_plans_nothing():
     run.absorb(run.scheduler.process(run.worker.execute(plan)))
     assert run.scheduler.schedule() is None and not run.scheduler.has_work
     run.absorb(run.scheduler.take_outputs())
-    assert run.finish == {0: FinishReason.ERROR}
+    assert run.finish == {0: FinishReason.INVALID}

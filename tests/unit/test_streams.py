@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cluster.detokenizer import TextDelta
-from cluster.errors import EngineClosedError, EngineError, PoisonRequestError
+from cluster.errors import EngineClosedError, EngineError, OutgrownError, PoisonRequestError, RequestFailedError
 from cluster.serve import streams
 from cluster.serve.metrics import IngressMetrics
 from cluster.serve.side_channel import StepMessage
@@ -19,7 +19,7 @@ from cluster.serve.token_stream import Delta
 from scheduler.outputs import FinishReason
 from scheduler.step import LogprobBlock, SampledLogprobs
 
-NONE, STOP, LENGTH, ABORT, ERROR, POISON = FinishReason
+NONE, STOP, LENGTH, ABORT, ERROR, POISON, INVALID = FinishReason
 
 
 class Letters:
@@ -114,7 +114,13 @@ async def test_a_stop_string_ends_the_stream_before_the_engine_does(table):
 
 
 @pytest.mark.parametrize(
-    ("finish", "kind"), [(ERROR, EngineError), (ABORT, EngineClosedError), (POISON, PoisonRequestError)]
+    ("finish", "kind"),
+    [
+        (ERROR, RequestFailedError),
+        (ABORT, EngineClosedError),
+        (POISON, PoisonRequestError),
+        (INVALID, OutgrownError),
+    ],
 )
 async def test_an_engine_error_is_raised_to_the_reader(table, finish, kind):
     group, (a, _) = open_group(table, Letters(), Letters())

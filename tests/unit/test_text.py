@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -67,7 +68,77 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(worker):
         await small.encode_chat([ChatMessage(role="user", content="x" * 8 * longest), *HELLO], ChatRendering())
     assert caught.value.param == "messages"
     assert await small.encode_text("x" * 8 * (longest + 1))  # of /tokenize
+    with pytest.raises(ContextLengthError, match="9 tokens"):
+        await small.encode([1] * 9)
     small.close()
+
+
+async def test_a_chat_that_the_template_makes_too_long_is_refused_before_it_is_tokenized(worker):
+    small = TextWorker(worker.tokenizer, vocab_size=500, max_seq_len=8)
+    encoded = []
+    worker.tokenizer.encode = lambda text, special: encoded.append(text) or [1]
+    longest = max(map(len, worker.tokenizer.backend.get_vocab()))
+    with pytest.raises(ContextLengthError) as caught:
+        await small.encode_chat(HELLO, ChatRendering(variables={"extra": "x" * 8 * longest}))
+    assert caught.value.param == "messages"
+    assert not encoded
+    small.close()
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": "' + "x" * 600 + '"}'}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "variables"),
+    [
+        ([{"role": "user", "content": ""}] * 100, {}),
+        ([{"role": "assistant", "tool_calls": [CALL]}], {}),
+        ([{"role": "assistant", "content": "", "reasoning_content": "x" * 600}], {}),
+        ([{"role": "user", "content": "", "name": "x" * 600}], {}),
+        ([{"role": "user", "content": ""}], {"tools": [{"function": {"description": "x" * 600}}]}),
+    ],
+)
+async def test_all_of_a_chat_that_may_take_long_counts(worker, messages, variables):
+    render, threads = worker.tokenizer.render_chat, []
+
+    def noted(*args, **kwargs):
+        threads.append(threading.current_thread())
+        return render(*args, **kwargs)
+
+    worker.tokenizer.render_chat = noted
+    await worker.encode_chat([ChatMessage(**message) for message in messages], ChatRendering(variables=variables))
+    assert threads[0] is not threading.main_thread()
+    await worker.encode_chat(HELLO, ChatRendering())
+    assert threads[1] is threading.main_thread()
+
+
+async def test_a_text_longer_than_any_prompt_holds_up_no_prompt():
+    go_on = threading.Event()
+
+    class Slow:
+        backend = SimpleNamespace(get_vocab=lambda: {"long": 0}, normalizer=None)
+
+        def encode(self, text, add_special_tokens):
+            assert len(text) <= 8 * LONG or go_on.wait(60)
+            return [1]
+
+    worker = TextWorker(Slow(), vocab_size=10, max_seq_len=2 * LONG)
+    try:
+        slow = asyncio.ensure_future(worker.encode_text("x" * (8 * LONG + 1)))
+        await asyncio.sleep(0)
+        assert await asyncio.wait_for(worker.encode("x" * 8 * LONG), 30) == [1]
+        assert not slow.done()
+        go_on.set()
+        assert await slow == [1]
+    finally:
+        go_on.set()
+        worker.close()
+
+
+@pytest.mark.parametrize("name", ["self", "environment", "args"])
+async def test_a_template_variable_may_have_any_name(worker, name):
+    plain, _ = await worker.encode_chat(HELLO, ChatRendering())
+    assert (await worker.encode_chat(HELLO, ChatRendering(variables={name: 1})))[0] == plain
 
 
 async def test_token_ids_pass_through(worker):
