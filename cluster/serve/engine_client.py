@@ -7,11 +7,9 @@ with the tokens it has (`failover`).
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import ray
@@ -35,6 +33,7 @@ from cluster.serve.errors import RequestTimeoutError, from_wire
 from cluster.serve.failover import Failover, Loss
 from cluster.serve.fleet import Fleet, Ticket
 from cluster.serve.metrics import IngressMetrics
+from cluster.serve.open_call import GroupOptions, OpenCall, Prompt
 from cluster.serve.router import TICKET
 from cluster.serve.step_receiver import StepReceiver
 from cluster.serve.streams import StreamGroup, StreamTable
@@ -48,55 +47,6 @@ logger = logging.getLogger("ray.serve")
 LAST_TOKENS_GRACE = 2.0  # seconds between the end of a call and its last tokens on the side channel
 DRAIN_CHECK = 0.05
 LAST_EVENTS_GRACE = 3.0  # seconds for clients to take the error that ends their stream
-
-
-@dataclass(frozen=True)
-class GroupOptions:
-    """How the streams of one HTTP request are served.
-
-    arrived              `time.monotonic()` of the request, from which latencies and the deadline count
-    timeout              seconds from then to the last token; None: no limit
-    continues_text, include_stop, skip_special_tokens   see `IncrementalDetokenizer`
-    priority, user       see `scheduler.request.Request`
-    """
-
-    arrived: float
-    timeout: float | None = None
-    skip_special_tokens: bool = True
-    continues_text: bool = False
-    include_stop: bool = False
-    priority: int = 0
-    user: str | None = None
-
-
-@dataclass
-class _Prompt:
-    """A prompt's ids, int32, and their hashes once they are known: made once for all choices."""
-
-    ids: np.ndarray
-    hashes: list[int] | None = None
-
-    def ticket(self, fleet: Fleet, max_tokens: int) -> Ticket:
-        """Of a request that begins with it."""
-        if self.hashes is None:
-            ticket = fleet.ticket(self.ids, max_tokens)
-            self.hashes = ticket.hashes
-            return ticket
-        return Ticket(fleet, self.hashes, len(self.ids), max_tokens)
-
-
-@dataclass
-class _Call:
-    """What a stream asks of the engine, and the Serve call that asks it now."""
-
-    prompt: _Prompt
-    sampling: SamplingParams
-    options: GroupOptions
-    response: DeploymentResponse | None = None
-    ticket: Ticket | None = None
-    starts: int = 0
-    # not that of the HTTP request: Serve gives all calls in it one id, by which a router tells calls apart
-    context: contextvars.Context = field(default_factory=contextvars.Context)
 
 
 class EngineClient:
@@ -114,7 +64,7 @@ class EngineClient:
         self._receiver = StepReceiver(self._table.on_message, node_id, node_ip, self.fleet.learn)
         self._subscriber = Subscriber(handle, self._receiver.address, self.fleet)
         self._failover = Failover(config.replica_timeout, self._submit, self._fail, self._is_held)
-        self._calls: dict[TokenStream, _Call] = {}
+        self._calls: dict[TokenStream, OpenCall] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._deadlines: dict[StreamGroup, asyncio.TimerHandle] = {}
         self._groups: set[StreamGroup] = set()  # open ones
@@ -145,7 +95,7 @@ class EngineClient:
             shared, shared_ids = None, None  # a prompt's choices follow each other
             for index, (prompt, params) in enumerate(requests):
                 if prompt is not shared_ids:
-                    shared, shared_ids = _Prompt(np.array(prompt, dtype=np.int32)), prompt
+                    shared, shared_ids = Prompt(np.array(prompt, dtype=np.int32)), prompt
                 self._open_stream(group, index, shared, params, options)
         except Exception:
             self.close_group(group)
@@ -153,7 +103,7 @@ class EngineClient:
         return group
 
     def _open_stream(
-        self, group: StreamGroup, index: int, prompt: _Prompt, params: SamplingParams, options: GroupOptions
+        self, group: StreamGroup, index: int, prompt: Prompt, params: SamplingParams, options: GroupOptions
     ) -> None:
         detokenizer = IncrementalDetokenizer(
             self._tokenizer,
@@ -166,7 +116,7 @@ class EngineClient:
         stream = self._table.open(
             detokenizer, group, index, options.arrived, options.include_stop, params.logprobs or 0
         )
-        self._calls[stream] = _Call(prompt, params, options)
+        self._calls[stream] = OpenCall(prompt, params, options)
         self._failover.admit(stream)
 
     def close_group(self, group: StreamGroup) -> None:
@@ -226,7 +176,7 @@ class EngineClient:
         if call is not None:
             call.context.run(self._start_call, stream, call)
 
-    def _start_call(self, stream: TokenStream, call: _Call) -> None:
+    def _start_call(self, stream: TokenStream, call: OpenCall) -> None:
         sampling = call.sampling
         if stream.tokens and sampling.prompt_logprobs is not None:  # they came with the first token
             sampling = sampling.model_copy(update={"prompt_logprobs": None})
@@ -261,7 +211,7 @@ class EngineClient:
         if call is not None and call.response is not None and not stream.engine_ended:
             call.response.cancel()
 
-    async def _follow(self, stream: TokenStream, call: _Call, response: DeploymentResponse, ticket: Ticket) -> None:
+    async def _follow(self, stream: TokenStream, call: OpenCall, response: DeploymentResponse, ticket: Ticket) -> None:
         """Wait for the end of the call; tell the stream if it ended badly."""
         try:
             reply = await response

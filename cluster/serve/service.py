@@ -14,11 +14,12 @@ from starlette.responses import Response
 from cluster.config import EngineConfig
 from cluster.errors import InvalidRequestError, UnknownModelError
 from cluster.serve.answers import ModelCard, Usage
-from cluster.serve.engine_client import EngineClient, GroupOptions
+from cluster.serve.engine_client import EngineClient
 from cluster.serve.errors import ContextLengthError
 from cluster.serve.generation_request import GenerationRequest
 from cluster.serve.large_answers import finished, json_text, made, num_scores
 from cluster.serve.logprobs import LogprobWriter
+from cluster.serve.open_call import GroupOptions
 from cluster.serve.parsers import ToolParser
 from cluster.serve.sse import DONE, EventStream, event, to_json
 from cluster.serve.streams import StreamGroup

@@ -11,7 +11,8 @@ import pytest
 from cluster.config import EngineConfig
 from cluster.serve import fleet
 from cluster.serve.engine_call import EngineCall
-from cluster.serve.engine_client import EngineClient, GroupOptions
+from cluster.serve.engine_client import EngineClient
+from cluster.serve.open_call import GroupOptions
 from cluster.serve.router import TICKET
 from cluster.tokenizer import Tokenizer
 from scheduler.outputs import FinishReason

@@ -14,9 +14,10 @@ import pytest
 from cluster.config import EngineConfig
 from cluster.errors import EngineDeadError, PoisonRequestError
 from cluster.serve import failover
-from cluster.serve.engine_client import EngineClient, GroupOptions
+from cluster.serve.engine_client import EngineClient
 from cluster.serve.errors import to_wire
 from cluster.serve.fleet import Ticket
+from cluster.serve.open_call import GroupOptions
 from cluster.serve.replica_report import ReplicaReport
 from cluster.serve.streams import StreamGroup
 from cluster.tokenizer import Tokenizer

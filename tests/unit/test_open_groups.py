@@ -10,8 +10,9 @@ import pytest
 
 from cluster.config import EngineConfig
 from cluster.errors import EngineError
-from cluster.serve.engine_client import EngineClient, GroupOptions
+from cluster.serve.engine_client import EngineClient
 from cluster.serve.models import ServedModel
+from cluster.serve.open_call import GroupOptions
 from cluster.tokenizer import Tokenizer
 from scheduler.sampling_params import SamplingParams
 from tests.unit.tiny_tokenizers import byte_level
