@@ -14,7 +14,7 @@ from cluster.histogram import STEP_BOUNDS, Histogram
 from cluster.inproc_group import InprocGroup
 from cluster.messages import Pong
 from cluster.recovery import GroupRestart, Recovery, StartBudget, Suspects
-from cluster.watchdog import Watchdog
+from cluster.watchdog import Probe, Watchdog
 from cluster.worker_group import WorkerGroup
 from kvcache import IntegrityError
 from scheduler.outputs import StepOutputs
@@ -311,21 +311,3 @@ class Driver:
                 self._commands.popleft()()
             except Exception:  # an error in the middle of planning may have left the scheduler in two minds
                 logger.debug("a command after the end failed", exc_info=True)
-
-
-class Probe:
-    """A `Ping` on its way: which ranks have not answered."""
-
-    def __init__(self, number: int, ranks: int, sent: float) -> None:
-        self.sent = sent
-        self._number = number
-        self._missing = set(range(ranks))
-
-    def answered(self, rank: int, pong: Pong) -> bool:
-        """Note an answer; True when it was the last one missing."""
-        if pong.number == self._number:
-            self._missing.discard(rank)
-        return not self._missing
-
-    def __str__(self) -> str:
-        return f"ranks that did not answer: {', '.join(map(str, sorted(self._missing)))}"

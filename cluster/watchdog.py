@@ -1,4 +1,4 @@
-"""`Watchdog`: how long a step may go unanswered before a rank counts as hung."""
+"""`Watchdog`: how long a step may go unanswered before a rank counts as hung. `Probe`: who answers while none runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cluster.messages import Pong
 from scheduler.step import StepPlan
 
 # Attention to this many positions costs about what the rest of the model does for a token.
@@ -89,3 +90,21 @@ def _kind(plan: StepPlan) -> tuple[int, ...]:
         plan.padded_tokens.bit_length(),
         int(plan.flags),
     )
+
+
+class Probe:
+    """A `Ping` on its way: which ranks have not answered."""
+
+    def __init__(self, number: int, ranks: int, sent: float) -> None:
+        self.sent = sent
+        self._number = number
+        self._missing = set(range(ranks))
+
+    def answered(self, rank: int, pong: Pong) -> bool:
+        """Note an answer; True when it was the last one missing."""
+        if pong.number == self._number:
+            self._missing.discard(rank)
+        return not self._missing
+
+    def __str__(self) -> str:
+        return f"ranks that did not answer: {', '.join(map(str, sorted(self._missing)))}"
