@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from scheduler.json_bounds import check_values
 
 MAX_SPEC_BYTES = 1 << 18
 """Longest JSON schema, regex, list of choices or grammar: to compile one of this size takes seconds."""
@@ -40,11 +41,10 @@ class StructuredOutputs(BaseModel):
                 raise ValueError(f"not valid JSON: {error}") from error
             if not isinstance(value, dict):
                 raise ValueError("a JSON schema must be an object")
-        level, depth = [value], 0
-        while level := [child for node in level if isinstance(node, dict | list) for child in _children(node)]:
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise ValueError(f"nested more than {MAX_DEPTH} levels deep; take parts out of it with $defs and $ref")
+        try:
+            check_values(value, most_levels=MAX_DEPTH)
+        except ValueError as error:
+            raise ValueError(f"{error}; take parts out of it with $defs and $ref") from error
         return value
 
     @field_validator("json_object")
@@ -92,7 +92,3 @@ class StructuredOutputs(BaseModel):
     def field(self) -> str:
         """What an error about it blames."""
         return "structured_outputs"
-
-
-def _children(node: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return node.values() if isinstance(node, dict) else node

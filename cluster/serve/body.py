@@ -6,12 +6,13 @@ with a wrong value in each place of a list would stop all streams for most of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
+
+from scheduler.json_bounds import check_values
 
 MAX_FIELDS = 256
 """Of one JSON object whose fields are known by name."""
@@ -77,23 +78,6 @@ class StrictModel(BaseModel):
             if value is not None and not any(_same(value, neutral) for neutral in cls.neutral_only[name]):
                 raise InvalidFieldError(f"'{name}' is not supported by this server; leave it out", name)
         return {name: value for name, value in values.items() if name not in unsupported} if unsupported else values
-
-
-def check_values(value: Any, most: int = MAX_VALUES, most_levels: int | None = None) -> None:
-    """Raises ValueError for JSON of more than `most` values, or nested in more than `most_levels` levels."""
-    level, depth, count = [value], 0, 1
-    while containers := [node for node in level if isinstance(node, dict | list)]:
-        count += sum(map(len, containers))
-        if count > most:
-            raise ValueError(f"more than {most} JSON values in it")
-        level = [child for node in containers for child in _children(node)]
-        depth += bool(level)
-        if most_levels is not None and depth > most_levels:
-            raise ValueError(f"nested more than {most_levels} levels deep")
-
-
-def _children(node: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return node.values() if isinstance(node, dict) else node
 
 
 def _same(value: Any, neutral: Any) -> bool:

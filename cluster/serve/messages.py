@@ -10,7 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from cluster.serve.body import AtMost, InvalidFieldError, StrictModel, check_values
+from cluster.serve.body import MAX_VALUES, AtMost, InvalidFieldError, StrictModel
+from scheduler.json_bounds import check_values
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
@@ -33,7 +34,7 @@ def check_unicode(text: str) -> str:
 
 def check_json(value: Any) -> Any:
     """The same for all strings in a JSON value, which may be `MAX_DEPTH` deep and hold `MAX_VALUES` values."""
-    check_values(value, most_levels=MAX_DEPTH)
+    check_values(value, MAX_VALUES, MAX_DEPTH)
     check_unicode(json.dumps(value, ensure_ascii=False))
     return value
 
