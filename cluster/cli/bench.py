@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from cluster.cli import bench_router, bench_serve
+from cluster.cli import bench_collectives, bench_router, bench_serve
 from cluster.cli.flags import add_engine_flags, engine_config, positive_int
 from cluster.cli.output import Timeline, cell, check_json_path, print_table, write_json
 from cluster.config import EngineConfig
@@ -30,6 +30,7 @@ def add_parser(commands: Any) -> None:
     add_latency(kinds)
     add_prefix(kinds)
     add_transformers(kinds)
+    bench_collectives.add_parser(kinds)
     add_scheduler(kinds)
     add_cache(kinds)
 
