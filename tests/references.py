@@ -19,9 +19,10 @@ def first_wrong_greedy_token(
     """
     if not tokens:
         return None
-    ids = torch.tensor([prompt + tokens])
+    device = next(reference.parameters()).device
+    ids = torch.tensor([prompt + tokens], device=device)
     logits = reference(ids).logits[0, len(prompt) - 1 : -1].float()
-    short = logits.max(dim=-1).values - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    short = logits.max(dim=-1).values - logits.gather(1, torch.tensor(tokens, device=device)[:, None])[:, 0]
     wrong = torch.nonzero(short > tie)
     return None if not len(wrong) else (int(wrong[0]), float(short[wrong[0]]))
 

@@ -129,9 +129,23 @@ def finish(parser: argparse.ArgumentParser, run: Any, engine: bool, repeats: boo
 
 
 def undisturbed_config(args: argparse.Namespace) -> EngineConfig:
-    """The settings, without spare ranks unless they were asked for: their start would be measured too."""
+    """The settings, without what else would be done beside the first requests, and be measured, unless it was asked
+    for: spare ranks are not started, and FlashAttention-4, where it can be used, is loaded before."""
     config = engine_config(args)
-    return config if "spare_ranks" in config.model_fields_set else config.model_copy(update={"spare_ranks": False})
+    undisturbed = {"spare_ranks": False}
+    if config.device in ("auto", "cuda") and config.dtype != "float32" and has_flash_attention():
+        undisturbed["attention_backend"] = "flash"
+    chosen = config.model_fields_set
+    return config.model_copy(update={name: value for name, value in undisturbed.items() if name not in chosen})
+
+
+def has_flash_attention() -> bool:
+    """Whether FlashAttention-4 runs on this machine."""
+    import torch
+
+    from worker.kernels.flash_prefill import why_not
+
+    return torch.cuda.is_available() and why_not(torch.bfloat16, torch.device("cuda")) is None
 
 
 def run_serving_path(args: argparse.Namespace) -> int:

@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
     from cluster.bench.collectives import bench_collectives
     from cluster.model_files import resolve_model
+    from worker.errors import ModelError
 
     check_json_path(args.json)
     cards = torch.cuda.device_count()
@@ -48,7 +49,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--tp-size {args.tp_size} needs as many CUDA devices, here are {cards}; use --device cpu")
     timeline = Timeline()
     timeline(f"{args.tp_size} ranks on {device}", 0.0)
-    result = bench_collectives(resolve_model(args.model, dummy=True), args.tp_size, device, args.dtype, args.rows)
+    try:
+        result = bench_collectives(resolve_model(args.model, dummy=True), args.tp_size, device, args.dtype, args.rows)
+    except ModelError as error:
+        raise ConfigError(str(error)) from error
     timeline.done()
     print_table(result["rows"])
     write_json(args.json, result)

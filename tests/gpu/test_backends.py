@@ -119,7 +119,7 @@ def test_greedy_tokens_equal_transformers(checkpoint, setting) -> None:
     rng = np.random.default_rng(4)
     prompts = [rng.integers(3, SHAPE["vocab_size"], length).tolist() for length in LENGTHS]
     tokens = generate(checkpoint, prompts, budget=64, dtype="float32", num_pages=128, **setting)
-    judge = GreedyJudge(load_reference(checkpoint), TIE)
+    judge = GreedyJudge(load_reference(checkpoint).to("cuda"), TIE)
     for prompt, output in zip(prompts, tokens, strict=True):
         judge.check(prompt, output)
     print(f"{judge.outputs} outputs, {judge.with_ties} with ties")

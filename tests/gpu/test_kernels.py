@@ -117,6 +117,7 @@ def test_flash_prefill(page_size, page_first, device):
         last = pool.table[int(pool.rows[i]), (n - 1) // page_size] // page_size
         pool.v[last, (n - 1) % page_size + 1 :] = torch.nan
     flash = FlashPrefill()
+    flash.start()
     flash.compile(8, pool.k, pool.v)
     flash.wait()
     cu = torch.tensor([0, *extends]).cumsum(0).to(torch.int32).to(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from cluster.bench.limits import Machine, ModelCost, ideal_seconds
 from cluster.bench.throughput import summarise
 from cluster.bench.trace import busy_share, trace_window
 from cluster.bench.workload import Workload, uniform
+from cluster.cli import bench
 
 
 def test_the_workload_of_the_published_figures():
@@ -70,3 +72,22 @@ def test_a_trace_is_written_and_errors_come_through(tmp_path):
     assert "traceEvents" in json.loads(path.read_text())
     with pytest.raises(ZeroDivisionError):
         trace_window(path, lambda: 1 / 0, after=0.0, seconds=0.2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "usable", "backend", "spares"),
+    [
+        ([], True, "flash", False),
+        ([], False, "auto", False),
+        (["--attention-backend", "triton", "--spare-ranks"], True, "triton", True),
+        (["--attention-backend", "auto"], True, "auto", False),
+        (["--device", "cpu"], True, "auto", False),
+    ],
+)
+def test_nothing_is_started_beside_the_first_requests(monkeypatch, flags, usable, backend, spares):
+    monkeypatch.setattr(bench, "has_flash_attention", lambda: usable)
+    parser = argparse.ArgumentParser()
+    bench.add_latency(parser.add_subparsers())
+    config = bench.undisturbed_config(parser.parse_args(["latency", *flags]))
+    assert (config.attention_backend, config.spare_ranks) == (backend, spares)
+    assert {"attention_backend": backend, "spare_ranks": spares}.items() <= config.model_dump().items()

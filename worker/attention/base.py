@@ -35,7 +35,7 @@ class AttentionBackend(ABC):
         request."""
 
     def finish_compiling(self) -> None:  # noqa: B027
-        """Wait for what `compile` began and the backend cannot serve without. Raises ModelError."""
+        """The start is over: wait for what `compile` began and the backend cannot serve without. Raises ModelError."""
 
     @abstractmethod
     def prepare(self, batch: Batch) -> None:

@@ -14,13 +14,16 @@ class FlashAttention(TritonAttention):
     """Like `TritonAttention` until FlashAttention-4 is loaded.
 
     Args:
-        required: whether `finish_compiling` waits until it is.
+        required: it is loaded during the start, and `finish_compiling` waits for it. Otherwise loading begins only when
+            all else is done, so that the rank is ready the sooner.
     """
 
     def __init__(self, required: bool) -> None:
         super().__init__()
         self._required = required
         self._flash = FlashPrefill()
+        if required:
+            self._flash.start()
         self._pages: torch.Tensor | None = None  # of this step's prefill entries; None: not this step
         self._cu_extend: torch.Tensor | None = None
 
@@ -31,6 +34,8 @@ class FlashAttention(TritonAttention):
     def finish_compiling(self) -> None:
         if self._required:
             self._flash.wait()
+        else:
+            self._flash.start()
 
     def prepare(self, batch: Batch) -> None:
         first = batch.num_decode

@@ -1,7 +1,7 @@
-"""FlashAttention-4 as the prefill kernel (package `flash-attn-4`, Hopper and newer), loaded in the background.
+"""FlashAttention-4 as the prefill kernel (package `flash-attn-4`, Hopper and newer), loaded in a thread.
 
 Importing it takes about ten seconds and its first call compiles for a few more, unless the compiled kernel lies in its
-disk cache. Meanwhile the Triton kernel serves.
+disk cache. Beside other imports and the rank's start that is time added to theirs: Python runs one thread at a time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def why_not(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 class FlashPrefill:
-    """The kernel for one model shape: importing begins at once, compiling with `compile`; `ready` tells the end."""
+    """The kernel for one model shape: importing begins with `start`, compiling with `compile`; then it is `ready`."""
 
     def __init__(self) -> None:
         self._call: Callable[..., object] | None = None
@@ -51,11 +51,14 @@ class FlashPrefill:
         self._shape_known = threading.Event()
         self._thread = threading.Thread(target=self._load, name="flash-attn", daemon=True)
         self.error: Exception | None = None
-        self._thread.start()
 
     @property
     def ready(self) -> bool:
         return self._call is not None
+
+    def start(self) -> None:
+        """Begin to import it. Call once."""
+        self._thread.start()
 
     def compile(self, num_q_heads: int, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
         """Have it compiled for caches like these, [num_pages, page_size, num_kv_heads, head_dim]; page 0 is read."""

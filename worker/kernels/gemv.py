@@ -1,6 +1,6 @@
 """x @ weight.T for one to a few rows of x: a matrix-vector product bound by reading the weight once, in Triton.
 
-Library products are tuned for many rows; for one to four they leave much of the memory bandwidth unused.
+Library products are tuned for many rows; for one or two they leave much of the memory bandwidth unused.
 `silu(gate) * up` can be taken in the same pass.
 """
 
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from worker.kernels.launch import dependent_launch
 
-MAX_WEIGHT = 8 << 20  # elements, for two and four rows: beyond, cuBLAS reads the weight faster
+MAX_WEIGHT = 8 << 20  # elements, for two rows: beyond, cuBLAS reads the weight faster
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def _gemv_kernel(
 
 def suits(rows: int, weight: torch.Tensor) -> bool:
     """Whether `gemv` is the fastest product of so many rows with `weight`."""
-    return rows == 1 or (rows in (2, 4) and weight.numel() <= MAX_WEIGHT)
+    return rows == 1 or (rows == 2 and weight.numel() <= MAX_WEIGHT)
 
 
 def gemv(
