@@ -120,6 +120,7 @@ def test_flash_prefill(page_size, page_first, device):
     flash.start()
     flash.compile(8, pool.k, pool.v)
     flash.wait()
+    assert flash.ready, flash.error
     cu = torch.tensor([0, *extends]).cumsum(0).to(torch.int32).to(device)
     pages = pool.table[pool.rows.long()] // page_size
     lens = torch.tensor([0, *lengths], dtype=torch.int32, device=device)[1:]  # a slice that begins anywhere

@@ -7,6 +7,7 @@ import torch
 
 from worker.attention.triton_backend import TritonAttention
 from worker.batch import Batch
+from worker.errors import ModelError
 from worker.kernels.flash_prefill import MAX_ENTRIES, MIN_FLOPS, FlashPrefill
 
 
@@ -14,8 +15,9 @@ class FlashAttention(TritonAttention):
     """Like `TritonAttention` until FlashAttention-4 is loaded.
 
     Args:
-        required: it is loaded during the start, and `finish_compiling` waits for it. Otherwise loading begins only when
-            all else is done, so that the rank is ready the sooner.
+        required: it is loaded beside everything else of the start, and `finish_compiling` waits for it. Otherwise only
+            a kernel that has to be compiled is waited for; one in the disk cache is loaded when all else is done, so
+            that the rank is ready the sooner.
     """
 
     def __init__(self, required: bool) -> None:
@@ -30,12 +32,16 @@ class FlashAttention(TritonAttention):
     def compile(self, num_heads: int) -> None:
         self._num_heads = num_heads
         self._flash.compile(num_heads, self.pool.k_cache(0), self.pool.v_cache(0))
+        if not self._flash.started and not self._flash.compiled_before():
+            self._flash.start()
 
     def finish_compiling(self) -> None:
-        if self._required:
-            self._flash.wait()
-        else:
+        if not self._flash.started:
             self._flash.start()
+            return
+        self._flash.wait()
+        if self._required and self._flash.error is not None:
+            raise ModelError(f"FlashAttention-4 cannot be used: {self._flash.error}; use attention_backend triton")
 
     def prepare(self, batch: Batch) -> None:
         first = batch.num_decode

@@ -6,6 +6,7 @@ disk cache. Beside other imports and the rank's start that is time added to thei
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import logging
 import os
@@ -14,8 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-
-from worker.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +42,15 @@ def why_not(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 class FlashPrefill:
-    """The kernel for one model shape: importing begins with `start`, compiling with `compile`; then it is `ready`."""
+    """The kernel for one model shape: importing begins with `start`, compiling with `compile`; then it is `ready`, or
+    there is an `error`."""
 
     def __init__(self) -> None:
         self._call: Callable[..., object] | None = None
         self._shape: tuple[int, torch.Tensor, torch.Tensor] | None = None
         self._shape_known = threading.Event()
         self._thread = threading.Thread(target=self._load, name="flash-attn", daemon=True)
+        self.started = False
         self.error: Exception | None = None
 
     @property
@@ -57,19 +58,23 @@ class FlashPrefill:
         return self._call is not None
 
     def start(self) -> None:
-        """Begin to import it. Call once."""
-        self._thread.start()
+        """Begin to import it. May be called again."""
+        if not self.started:
+            self.started = True
+            self._thread.start()
 
     def compile(self, num_q_heads: int, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
         """Have it compiled for caches like these, [num_pages, page_size, num_kv_heads, head_dim]; page 0 is read."""
         self._shape = (num_q_heads, k_cache, v_cache)
         self._shape_known.set()
 
+    def compiled_before(self) -> bool:
+        """Whether the kernel lies in the disk cache, as far as we know; after `compile`, before `start`."""
+        return self._marker().exists()
+
     def wait(self) -> None:
-        """Until it is ready. Raises ModelError if it cannot be loaded."""
+        """Until it is ready, or cannot be loaded; after `start` and `compile`."""
         self._thread.join()
-        if self.error is not None:
-            raise ModelError(f"FlashAttention-4 cannot be used: {self.error}; use attention_backend triton")
 
     def __call__(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, pages: torch.Tensor,
@@ -99,6 +104,8 @@ class FlashPrefill:
 
             self._shape_known.wait()
             self._first_call(flash_attn_varlen_func)
+            self._marker().touch()
+            self._shape = None
             logger.info("prefill attention: FlashAttention-4 is ready")
         except Exception as error:
             self.error = error
@@ -122,5 +129,15 @@ class FlashPrefill:
                     max_seqlen_k=4096, page_table=pages, causal=True,
                 )  # fmt: skip
             stream.synchronize()
-        self._shape = None
         self._call = call
+
+    def _marker(self) -> Path:
+        """The file that says that the kernel for this shape and this installation has been compiled into the cache."""
+        num_q_heads, k_cache, _ = self._shape
+        source = Path(next(iter(importlib.util.find_spec("flash_attn.cute").submodule_search_locations)))
+        card = torch.cuda.get_device_capability(k_cache.device)
+        key = (
+            str(source), source.stat().st_mtime_ns, torch.__version__, card, k_cache.dtype, num_q_heads,
+            tuple(k_cache.shape[1:]), k_cache.stride(),
+        )  # fmt: skip
+        return CACHE_DIR / f"compiled-{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}"
