@@ -13,7 +13,7 @@ from cluster.flight import FlightRecorder, NoRecorder
 from cluster.histogram import STEP_BOUNDS, Histogram
 from cluster.inproc_group import InprocGroup
 from cluster.messages import Pong
-from cluster.recovery import GroupRestart, Recovery, StartBudget, Suspects
+from cluster.recovery import GroupRestart, Interrupted, Recovery, StartBudget, Suspects
 from cluster.watchdog import Probe, Watchdog
 from cluster.worker_group import WorkerGroup
 from kvcache import IntegrityError
@@ -71,6 +71,8 @@ class Driver:
         self._outputs: list[StepOutputs] = []  # of results that arrived, to be handed out
         self._budget = budget or StartBudget(0, 1.0)
         self._suspects = Suspects()
+        self._interrupted = Interrupted()
+        self._settled = False  # the group knows that nobody waits for its last start any more
         self._recorder = recorder or NoRecorder()
         self._woken = threading.Event()  # for the waits in which the group cannot be polled
         self.steps = 0  # answered so far
@@ -129,6 +131,9 @@ class Driver:
                 return
             self._plan()
             self._deliver()
+            if not (self._settled or self._interrupted):
+                self._settled = True
+                self._group.settled()
             if not self._in_flight and self._scheduler.has_work and not self._commands and self._suspects.alone is None:
                 raise RuntimeError("the scheduler has work but plans nothing (a bug: please report it)")
             left = self._time_to_wait()
@@ -155,6 +160,7 @@ class Driver:
         for output in outputs:
             if len(output):
                 self._on_outputs(output)
+                self._interrupted.heard_of(output.request_ids)
 
     def _receive(self, arrived: list[StepResult | tuple[int, Pong]]) -> None:
         for item in arrived:
@@ -263,6 +269,7 @@ class Driver:
         self.recoveries += 1
         self.last_progress = recovery.ready
         self.recovering = None
+        self._settled = False
         logger.warning("the ranks run again: %s", recovery)
 
     def _given_up(self, failure: EngineDeadError, last: Exception) -> EngineDeadError:
@@ -279,6 +286,7 @@ class Driver:
         poison = self._suspects.failed(self._scheduler.requests_in_flight())
         self._watchdog.forget()
         self._probe = None
+        running = self._scheduler.requests_with_row()
         self._scheduler.recover()
         self._recorder.restart()
         if poison is not None:
@@ -289,6 +297,7 @@ class Driver:
             logger.error("request %d was ended, since the ranks fail whenever it runs", poison)
         self._review_suspects()
         self._deliver()
+        self._interrupted.failed(request for request in running if self._scheduler.known_len(request) is not None)
 
     def _review_suspects(self) -> None:
         self._suspects.review(self._scheduler.known_len)

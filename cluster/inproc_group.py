@@ -75,6 +75,9 @@ class InprocGroup:
         self._thread.start()
         return self.info
 
+    def settled(self) -> None:
+        """There are no spare ranks in this process."""
+
     def send_plan(self, plan: StepPlan) -> None:
         """Launch a sealed plan."""
         try:

@@ -1,6 +1,6 @@
 """What happens between a failure of the ranks and the next step: how often, how soon, and whose fault it is.
 
-`StartBudget` and `Suspects` decide and know neither Ray nor a scheduler; `GroupRestart` does the work.
+`StartBudget`, `Suspects` and `Interrupted` decide and know neither Ray nor a scheduler; `GroupRestart` does the work.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+import numpy as np
 
 from cluster.errors import EngineClosedError
 from cluster.progress import no_progress
@@ -129,6 +131,26 @@ class Suspects(Generic[R]):
 
     def _next(self) -> None:
         self.alone = self._waiting.popleft() if self._waiting else None
+
+
+class Interrupted:
+    """The requests that ran when the ranks failed, until each has got something or has ended: the pause is over then,
+    and the machine's time no longer theirs alone."""
+
+    def __init__(self) -> None:
+        self._requests: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._requests)
+
+    def failed(self, running: Iterable[int]) -> None:
+        """The ranks failed while these requests ran."""
+        self._requests.update(running)
+
+    def heard_of(self, requests: np.ndarray) -> None:
+        """Tokens or ends of these requests (int64[n]) were handed out."""
+        if self._requests:
+            self._requests.difference_update(requests.tolist())
 
 
 class GroupRestart:

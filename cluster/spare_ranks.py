@@ -19,7 +19,9 @@ from cluster.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
-DELAY = 5.0  # seconds after the ranks' start: the first requests have the processor, and short runs need no spares
+# Seconds after the ranks' start, or after the last stream that their predecessors' end interrupted goes on: the first
+# requests have the processor, and short runs need no spares.
+DELAY = 5.0
 _KILL_GRACE = 0.5
 
 

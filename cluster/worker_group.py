@@ -110,11 +110,14 @@ class WorkerGroup:
             if self.info is not None and replace(info, ranks=()) != replace(self.info, ranks=()):
                 raise StartupError(f"the model or its memory changed since the last start: {self.info}, now {info}")
             self.info = info
-            self._place.add_spares(self._ranks)
         except BaseException:
             self.stop(grace=0.0)
             raise
         return self.info
+
+    def settled(self) -> None:
+        """Nobody waits for what the last start interrupted: spare ranks may take the processor, soon."""
+        self._place.add_spares(self._ranks)
 
     def send_plan(self, plan: StepPlan) -> None:
         """Send a sealed plan to every rank; its buffer may be reused afterwards. Raises EngineDeadError."""

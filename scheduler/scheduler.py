@@ -271,6 +271,10 @@ class Scheduler:
             if req.table_idx >= 0 and self.rows.last_plan[req.table_idx] > self._returned
         }
 
+    def requests_with_row(self) -> list[int]:
+        """Ids of the unfinished requests that have a row, oldest first."""
+        return [req.request_id for req in self._table.unfinished.values() if req.table_idx >= 0]
+
     def live_rows(self, with_tokens: bool) -> list[LiveRow]:
         """Copies of all rows as the plans so far leave them, for a snapshot."""
         return look_at_rows(self._table.with_row(), self.rows, with_tokens)

@@ -144,6 +144,8 @@ class DrivenGroup:
     def wake(self) -> None:
         self._arrived.put(None)
 
+    def settled(self) -> None: ...
+
     def stop(self, grace: float = 0.0) -> None: ...
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from cluster.recovery import FIRST_DELAY, LAST_DELAY, PROGRESS, StartBudget, Suspects
+import numpy as np
+
+from cluster.recovery import FIRST_DELAY, LAST_DELAY, PROGRESS, Interrupted, StartBudget, Suspects
 
 
 class Clock:
@@ -151,3 +153,16 @@ class TestSuspects:
                 del requests.known[convict]
         assert convicted == culprits
         assert suspects.alone is None
+
+
+class TestInterrupted:
+    def test_until_each_has_been_heard_of(self) -> None:
+        interrupted = Interrupted()
+        assert not interrupted
+        interrupted.failed([1, 2])
+        interrupted.heard_of(np.array([2, 7]))
+        interrupted.failed([2, 3])  # again, before the first was heard of
+        interrupted.heard_of(np.array([1, 2]))
+        assert interrupted
+        interrupted.heard_of(np.array([3]))
+        assert not interrupted
