@@ -37,7 +37,7 @@ serve: $(STAMP)
 	$(VENV)/bin/raydix serve $(MODEL) --tp-size $(TP) --device $(DEVICE) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not full_grid" $(TESTS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not full_grid" $(TESTS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
