@@ -59,14 +59,12 @@ class Driver:
     ) -> None:
         self._group = group
         self._scheduler = scheduler
-        self._step_timeout = step_timeout
         self._integrity_interval = integrity_interval
         self._on_outputs = on_outputs
         self._on_failure = on_failure
         self._commands: deque[Callable[[], None]] = deque()
         self._watchdog = Watchdog(step_timeout, compile_timeout)
         self._in_flight = self._watchdog.in_flight
-        self._probe: Probe | None = None
         self._probes = 0
         self._outputs: list[StepOutputs] = []  # of results that arrived, to be handed out
         self._budget = budget or StartBudget(0, 1.0)
@@ -139,7 +137,7 @@ class Driver:
             left = self._time_to_wait()
             arrived = self._group.poll(max(left, LAST_LOOK))
             if left <= 0 and not arrived:
-                raise self._hang()
+                raise EngineDeadError(self._watchdog.hang())
             self._receive(arrived)
 
     def _obey(self) -> None:
@@ -174,8 +172,8 @@ class Driver:
                 self.last_progress = now
                 self.steps += 1
                 self._budget.step_answered()
-            elif self._probe is not None and self._probe.answered(*item):
-                self._probe = None
+            elif self._watchdog.probe is not None and self._watchdog.probe.answered(*item):
+                self._watchdog.probe = None
                 self.last_progress = time.monotonic()
 
     def _check_pages(self) -> None:
@@ -194,33 +192,14 @@ class Driver:
         """Seconds until the watchdog or the next probe is due, not positive if an answer is late; sends a probe that is
         due."""
         now = time.monotonic()
-        if self._in_flight or self._probe is not None:
-            since, allowed, _ = self._awaited()
-            return since + allowed - now
-        due = self.last_progress + PROBE_INTERVAL
-        if due > now:
-            return due - now
-        self._probes += 1
-        self._probe = Probe(self._probes, self._group.size, now)
-        self._group.ping(self._probes)
-        return self._step_timeout
-
-    def _awaited(self) -> tuple[float, float, str]:
-        """Since when an answer is awaited, the seconds that it may take, and to what."""
-        if self._in_flight:
-            step = self._in_flight[0]
-            since, allowed, what = step.sent, self._watchdog.allowed(), f"step {step.step_id}"
-        else:
-            since, allowed, what = self._probe.sent, self._step_timeout, "an idle probe"
-        # A result restarts the clock: the step behind it may have waited for it.
-        return max(since, self.last_progress), allowed, what
-
-    def _hang(self) -> EngineDeadError:
-        _, allowed, what = self._awaited()
-        return EngineDeadError(
-            f"no answer to {what} for {allowed:.0f} s (step_timeout {self._step_timeout:g}): a rank hangs"
-            + (f"; {self._probe}" if self._probe is not None else "")
-        )
+        if not self._in_flight and self._watchdog.probe is None:
+            due = self.last_progress + PROBE_INTERVAL
+            if due > now:
+                return due - now
+            self._probes += 1
+            self._watchdog.probe = Probe(self._probes, self._group.size, now)
+            self._group.ping(self._probes)
+        return self._watchdog.deadline(self.last_progress) - now
 
     # -- recovery --------------------------------------------------------------------------------------------------
 
@@ -285,7 +264,6 @@ class Driver:
         """Hand out what arrived, drop what was in flight, and see who may have caused the failure."""
         poison = self._suspects.failed(self._scheduler.requests_in_flight())
         self._watchdog.forget()
-        self._probe = None
         running = self._scheduler.requests_with_row()
         self._scheduler.recover()
         self._recorder.restart()

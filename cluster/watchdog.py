@@ -1,4 +1,4 @@
-"""`Watchdog`: how long a step may go unanswered before a rank counts as hung. `Probe`: who answers while none runs."""
+"""`Watchdog`: how long an answer may take before a rank counts as hung. `Probe`: who answers while no step runs."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ class StepInFlight:
 
 
 class Watchdog:
-    """Steps in flight, and until when the oldest has time.
+    """What the ranks have to answer, and until when: the oldest step in flight, or else the probe.
 
-    A step has `step_timeout` seconds, and on top of it time in proportion to its work, at a pace learnt from the steps
-    before it. The first of its kind on these ranks has `compile_timeout` more: its kernels may have to be compiled.
-    Times are `time.monotonic()`.
+    A probe has `step_timeout` seconds. A step has that, and on top of it time in proportion to its work, at a pace
+    learnt from the steps before it. The first of its kind on these ranks has `compile_timeout` more: its kernels may
+    have to be compiled. Times are `time.monotonic()`.
     """
 
     def __init__(self, step_timeout: float, compile_timeout: float = 0.0) -> None:
         self.in_flight: deque[StepInFlight] = deque()  # oldest first
+        self.probe: Probe | None = None
         self._step_timeout = step_timeout
         self._compile_timeout = compile_timeout
         self._pace: float | None = None  # seconds per token of the slower steps lately
@@ -59,13 +60,29 @@ class Watchdog:
         return seconds
 
     def forget(self) -> None:
-        """The ranks are new: nothing is in flight, and nothing compiled."""
+        """The ranks are new: nothing is awaited, and nothing compiled."""
         self.in_flight.clear()
+        self.probe = None
         self._known.clear()
         self._expect()
 
+    def deadline(self, last_progress: float) -> float:
+        """Until when the answer that is awaited has time. The one before it, at `last_progress`, restarts the clock: a
+        step may have waited for another."""
+        sent = self.in_flight[0].sent if self.in_flight else self.probe.sent
+        return max(sent, last_progress) + self.allowed()
+
+    def hang(self) -> str:
+        """What to say of an answer that is late."""
+        what = f"step {self.in_flight[0].step_id}" if self.in_flight else "an idle probe"
+        return f"no answer to {what} for {self.allowed():.0f} s (step_timeout {self._step_timeout:g}): a rank hangs" + (
+            f"; {self.probe}" if self.probe is not None else ""
+        )
+
     def allowed(self) -> float:
-        """Seconds that the oldest step in flight may take."""
+        """Seconds that the oldest step in flight may take, or the probe if there is none."""
+        if not self.in_flight:
+            return self._step_timeout
         step = self.in_flight[0]
         pace = _UNKNOWN_PACE if self._pace is None else _SLACK * self._pace
         first = 0.0 if step.kind in self._known else self._compile_timeout

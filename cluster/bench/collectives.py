@@ -10,12 +10,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
+from cluster.errors import EngineError
 from worker.graphs import NOISY
 from worker.model_config import ModelConfig, check_tp_size
 from worker.parallel import TPGroup, init_tp_group
@@ -50,17 +52,19 @@ def bench_collectives(path: Path, tp_size: int, device: str, dtype: str, rows: l
 
     Raises:
         ModelError: the model does not divide among `tp_size` ranks.
+        EngineError: a rank fails, for want of memory, say.
     """
     model = ModelConfig.from_pretrained(str(path))
     check_tp_size(model, tp_size)
     case = Case(tp_size, device, dtype, tuple(rows), model.hidden_size, model.vocab_size, model.num_layers)
     with tempfile.TemporaryDirectory() as place:
         results = torch.multiprocessing.get_context("spawn").SimpleQueue()
-        ranks = torch.multiprocessing.spawn(_rank, (case, f"file://{place}/store", results), tp_size, join=False)
-        while not ranks.join():
-            pass
+        try:
+            torch.multiprocessing.spawn(_rank, (case, f"file://{place}/store", results), tp_size)
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            raise EngineError(f"a rank failed: {str(error).strip().splitlines()[-1]}") from error
         found = results.get()
-    return {"rows": found, "case": case.__dict__}
+    return {"rows": found, "case": asdict(case)}
 
 
 def _rank(rank: int, case: Case, store: str, results: Any) -> None:
@@ -109,7 +113,6 @@ def _sampling(case: Case, count: int, tp: TPGroup, dtype: torch.dtype, device: t
     whole = Sampler(count, local * tp.size, 0, TPGroup.single(), device)
     for sampler in (sharded, whole):
         sampler.state.noise.fill_(1.0)
-
     return {
         "sampler_us": _microseconds(lambda: sharded.sample(logits, rows, rows, NOISY), tp, device),
         "gathered_us": _microseconds(
@@ -119,27 +122,28 @@ def _sampling(case: Case, count: int, tp: TPGroup, dtype: torch.dtype, device: t
 
 
 def _microseconds(call: Callable[[], object], tp: TPGroup, device: torch.device) -> float:
-    """Of one call among many in a row, as this rank sees it; every rank measures at the same time."""
-    for _ in range(3):
-        call()
-    if device.type == "cpu":
-        return _median(lambda: [call() for _ in range(CALLS)], tp, lambda: None)
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    """Of one call among many in a row, as this rank sees it; every rank measures at the same time. A median."""
+
+    def calls() -> None:
         for _ in range(CALLS):
             call()
-    graph.replay()
-    return _median(lambda: [graph.replay() for _ in range(10)], tp, lambda: torch.cuda.synchronize(device), 10)
 
-
-def _median(run: Callable[[], object], tp: TPGroup, finish: Callable[[], None], repeats: int = 1) -> float:
+    calls()
+    run, finish, runs = calls, lambda: None, 1
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            calls()
+        run, finish, runs = graph.replay, lambda: torch.cuda.synchronize(device), 10
+        run()
     seconds = []
     for _ in range(ROUNDS):
         finish()
         tp.barrier()
         started = time.perf_counter()
-        run()
+        for _ in range(runs):
+            run()
         finish()
         seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds) / (CALLS * repeats) * 1e6
+    return statistics.median(seconds) / (CALLS * runs) * 1e6

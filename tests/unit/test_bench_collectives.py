@@ -34,6 +34,7 @@ def test_all_reduce_and_sampling_are_measured(tmp_path: Path, capsys: pytest.Cap
         (["--tp-size", "1"], "one rank has nobody to meet"),
         (["--tp-size", "64", "--device", "cuda"], "needs as many CUDA devices"),
         (["--tp-size", "3", "--device", "cpu"], "does not divide"),
+        (["--device", "cpu", "--rows", str(10**14)], "a rank failed: "),
         (["--json", "/nowhere/at/all.json"], "no such directory"),
     ],
 )

@@ -50,18 +50,19 @@ class FlashPrefill:
         self._shape: tuple[int, torch.Tensor, torch.Tensor] | None = None
         self._shape_known = threading.Event()
         self._thread = threading.Thread(target=self._load, name="flash-attn", daemon=True)
-        self.started = False
         self.error: Exception | None = None
 
     @property
     def ready(self) -> bool:
         return self._call is not None
 
+    @property
+    def started(self) -> bool:
+        return self._thread.ident is not None
+
     def start(self) -> None:
-        """Begin to import it. May be called again."""
-        if not self.started:
-            self.started = True
-            self._thread.start()
+        """Begin to import it. Call once."""
+        self._thread.start()
 
     def compile(self, num_q_heads: int, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
         """Have it compiled for caches like these, [num_pages, page_size, num_kv_heads, head_dim]; page 0 is read."""

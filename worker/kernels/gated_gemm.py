@@ -1,4 +1,4 @@
-"""silu(x @ gate.T) * (x @ up.T) for a decode batch of 5 to 128 rows: bound by reading the weight, in Triton.
+"""silu(x @ gate.T) * (x @ up.T) for a decode batch of 2 to 128 rows: bound by reading the weight, in Triton.
 
 The weight is the left operand (64 of its rows fill a tensor-core instruction whatever the batch), the batch the right
 one. A program computes the gate and the up half of the same columns, so their product needs no second kernel.
