@@ -22,7 +22,7 @@ class WorkerConfig:
     cpu_memory_share      share of the machine's available memory that the ranks on it take for KV pages (CPU)
     local_ranks           ranks of the group on this machine, which divide that share
     attention_backend     name in the attention registry; "auto": the best one for the device
-    use_graphs            capture decode steps into CUDA graphs
+    use_graphs            capture decode steps and small steps with prefills into CUDA graphs
     """
 
     model_path: str

@@ -10,6 +10,7 @@ import torch
 from worker.config import WorkerConfig
 from worker.device import Device
 from worker.errors import ModelError
+from worker.graphs import GraphSizes
 from worker.model_config import ModelConfig
 
 CONTEXT_BYTES = 1 << 30
@@ -17,7 +18,7 @@ CONTEXT_BYTES = 1 << 30
 LIBRARY_BYTES = 64 << 20
 """What the CPU's libraries take at their first use."""
 GRAPH_BYTES = 16 << 20
-"""What one captured batch size holds beyond the memory that all graphs share."""
+"""What one captured size holds beyond the memory that all graphs share."""
 
 
 def await_predecessor(device: Device, share: float, timeout: float = 5.0) -> None:
@@ -47,13 +48,11 @@ def cpu_bytes(model: ModelConfig, config: WorkerConfig, max_seq_len: int, dtype:
     tokens 316 / 317, 4 rows and 8,192 tokens 742 / 431."""
     rows, tp = config.max_running_requests, config.tp_size
     tokens = min(config.max_step_tokens, rows * max_seq_len)
-    attention = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim // tp
-    activations = 6 * model.hidden_size + 3 * attention + 3 * model.intermediate_size // tp
     staging = 16 * 4  # the plan and what is derived from it
     prefill_mask = 5 * min(tokens, max_seq_len) * max_seq_len
     sampling = 80 * min(rows, tokens) * model.vocab_size // tp  # logits, noise, and with filters order keys
     tables = (rows + 1) * (max_seq_len + config.page_size) * 4 * 2
-    return LIBRARY_BYTES + tables + tokens * (activations * dtype.itemsize + staging) + prefill_mask + sampling
+    return LIBRARY_BYTES + tables + tokens * (_activation_bytes(model, tp, dtype) + staging) + prefill_mask + sampling
 
 
 def cuda_room(device: Device, config: WorkerConfig, run_largest_step: Callable[[], None]) -> int:
@@ -74,9 +73,19 @@ def cuda_room(device: Device, config: WorkerConfig, run_largest_step: Callable[[
     return min(share, free - transient)
 
 
-def graph_bytes(sizes: tuple[int, ...], local_vocab: int) -> int:
-    """Estimate of what decode graphs will take: static logits, the sampler's copies of them, and each graph's own."""
-    return 4 * max(sizes) * local_vocab * 4 + len(sizes) * GRAPH_BYTES
+def graph_bytes(sizes: GraphSizes, model: ModelConfig, tp_size: int, dtype: torch.dtype) -> int:
+    """Estimate of what graphs will take: static logits and the sampler's copies of them, the activations of the largest
+    step, and each graph's own."""
+    logits = 4 * sizes.decode[-1] * 4 * model.vocab_size // tp_size
+    tokens = max([size.tokens for size in sizes.mixed], default=0)
+    graphs = len(sizes.decode) + len(sizes.mixed)
+    return logits + tokens * _activation_bytes(model, tp_size, dtype) + graphs * GRAPH_BYTES
+
+
+def _activation_bytes(model: ModelConfig, tp_size: int, dtype: torch.dtype) -> int:
+    """Of a token on one rank, on the safe side."""
+    attention = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim // tp_size
+    return (6 * model.hidden_size + 3 * attention + 3 * model.intermediate_size // tp_size) * dtype.itemsize
 
 
 def no_room(config: WorkerConfig, max_seq_len: int, page_bytes: int, room: int, needed: int) -> ModelError:

@@ -84,6 +84,12 @@ class ModelConfig:
             limit = max(limit, int(original * (self.rope.params["factor"] or 1)))
         return limit if self.sliding_window is None else min(limit, self.sliding_window)
 
+    def compute_dtype(self, name: str, device: str) -> torch.dtype:
+        """What weights and activations are computed in; "auto": float32 on the CPU, the checkpoint's on CUDA."""
+        if name != "auto":
+            return getattr(torch, name)
+        return torch.float32 if device == "cpu" else self.dtype
+
     def check_max_seq_len(self, max_seq_len: int) -> None:
         """Raises ModelError if sequences of `max_seq_len` tokens would leave the model's positions or its window."""
         if max_seq_len <= self.context_limit:

@@ -18,7 +18,7 @@ from worker.attention import TorchAttention, create_attention_backend
 from worker.config import WorkerConfig
 from worker.device import Download, create_device
 from worker.errors import ModelError
-from worker.graphs import DecodeGraphs, decode_graph_sizes
+from worker.graphs import GraphSizes, Recorder, StepGraphs
 from worker.layers.ops import LayerOps, create_ops
 from worker.memory import await_predecessor, cpu_bytes, cpu_room, cuda_room, graph_bytes, no_room
 from worker.model_config import ModelConfig, check_tp_size
@@ -94,7 +94,7 @@ class ModelRunner:
         self._max_seq_len = config.max_seq_len or self._model_config.context_limit
         # No step is larger, whatever the budget.
         self._step_tokens = min(config.max_step_tokens, config.max_running_requests * self._max_seq_len)
-        self._dtype = _resolve_dtype(config, self._model_config)
+        self._dtype = self._model_config.compute_dtype(config.dtype, config.device)
         self._device = create_device(
             config.device,
             config.device_index,
@@ -109,7 +109,7 @@ class ModelRunner:
             max_seq_len=self._max_seq_len,
             ops=LayerOps() if config.attention_backend == "torch" else create_ops(self._device.torch_device),
         )
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
 
     @property
     def model_info(self) -> ModelInfo:
@@ -219,15 +219,18 @@ class ModelRunner:
         return sizes
 
     def _capture(self) -> tuple[int, ...]:
-        sizes = decode_graph_sizes(self.config.max_running_requests)
-        graphs = DecodeGraphs(
-            self._model, self._input, self._sampler, self._token_pool, self._device, sizes, self._max_seq_len
+        sizes = self._graph_sizes()
+        graphs = StepGraphs(
+            self._model, self._input, self._sampler, self._token_pool, sizes, self._max_seq_len, Recorder()
         )
         with torch.inference_mode(), self._device.compute():
             graphs.capture(self._page_table.dummy_row, self._page_table.dummy_slot, self._progress)
         self._device.synchronize()
         self._graphs = graphs
-        return sizes
+        return sizes.decode
+
+    def _graph_sizes(self) -> GraphSizes:
+        return GraphSizes.of(self._model, self.config.max_running_requests, self._step_tokens)
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start one step. On CUDA this returns as soon as the work is queued; on the CPU the step has run.
@@ -248,8 +251,8 @@ class ModelRunner:
         self, plan: StepPlan, buffer: torch.Tensor, mode: SamplingMode, layout: OutputLayout
     ) -> torch.Tensor | None:
         """Forward and sample a loaded plan: the words of its `layout`, or None."""
-        if self._graphs is not None and plan.is_decode_only and plan.padded_rows in self._graphs.sizes:
-            return layout.join(*self._graphs.replay(plan, buffer, mode), None)
+        if self._graphs is not None and (sampled := self._graphs.run(plan, buffer, mode)) is not None:
+            return layout.join(*sampled, None)
         batch = self._input.batch(plan, buffer)
         hidden = self._model(batch)
         scores = None if layout.score_runs is None else self._score(plan, buffer, hidden, layout.score_top)
@@ -274,11 +277,8 @@ class ModelRunner:
         return torch.cat(parts)
 
     def _run_largest_step(self) -> None:
-        config = self.config
-        plan = largest_step(
-            config.max_running_requests, self._max_seq_len, config.max_step_tokens, self._page_table.dummy_slot
-        )
-        self.launch(plan).result()
+        rows, budget = self.config.max_running_requests, self.config.max_step_tokens
+        self.launch(largest_step(rows, self._max_seq_len, budget, self._page_table.dummy_slot)).result()
         self._device.synchronize()
 
     def _cuda_room(self) -> int:
@@ -295,11 +295,5 @@ class ModelRunner:
             ) from error
         self._progress("measuring memory", 1.0)
         if self._captures:
-            room -= graph_bytes(decode_graph_sizes(self.config.max_running_requests), self._model.lm_head.local_size)
+            room -= graph_bytes(self._graph_sizes(), self._model_config, self._tp.size, self._dtype)
         return room
-
-
-def _resolve_dtype(config: WorkerConfig, model: ModelConfig) -> torch.dtype:
-    if config.dtype != "auto":
-        return getattr(torch, config.dtype)
-    return torch.float32 if config.device == "cpu" else model.dtype

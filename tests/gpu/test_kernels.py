@@ -1,7 +1,12 @@
 """Each Triton kernel against a plain torch reference in float32."""
 
+import numpy as np
 import pytest
 import torch
+
+from tests.mixed_reference import hot_part
+from tests.mixed_reference import mixed_inputs as mixed_inputs_reference
+from worker.graphs.mixed import MixedInputs
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -85,21 +90,63 @@ def test_decode_attention(shape, dtype, device, big):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_prefill_attention(shape, dtype, device, big):
-    from worker.kernels.prefill_attention import prefill_attention
+    from worker.kernels.prefill_attention import prefill_attention, tile_tokens
 
     q_heads, kv_heads, dim, page_size, page_first = shape
     extends, cached = ([1, 33, 700, 128, 5], [64, 0, 1333, 128, 3]) if big else ([1, 40], [64, 3])
     lengths = [a + b for a, b in zip(extends, cached, strict=True)]
     pool = Pool(lengths, kv_heads, dim, page_size, page_first, dtype, device)
     q = torch.randn(sum(extends), q_heads, dim).to(dtype).to(device)
-    cu = torch.tensor([0, *extends]).cumsum(0).to(torch.int32).to(device) + 7  # only differences matter
-    out = torch.full_like(q, float("nan"))
+    q = torch.cat((torch.full_like(q[:3], float("nan")), q))  # others' tokens come before
+    cu = torch.tensor([3, *extends]).cumsum(0).to(torch.int32).to(device)
     ints = [torch.tensor(x, dtype=torch.int32, device=device) for x in (cached, lengths)]
-    prefill_attention(q, pool.k, pool.v, out, pool.table, pool.rows, *ints, cu, max(extends))
-    at = 0
-    for i, n in enumerate(extends):
-        close(out[at : at + n], reference(q[at : at + n], *pool.dense(i), cached[i]), dtype)
-        at += n
+    tokens = tile_tokens(max(extends), q_heads // kv_heads, dim, dtype)
+    tiles = [(i, block) for i, n in enumerate(extends) for block in range(-(-n // tokens))] + [(-1, 0)] * 3
+    for tiling in (None, torch.tensor(tiles, dtype=torch.int32, device=device).T.contiguous()):
+        out = torch.full_like(q, float("nan"))
+        prefill_attention(q, pool.k, pool.v, out, pool.table, pool.rows, *ints, cu, max(extends), tiling)
+        assert out[:3].isnan().all()
+        at = 3
+        for i, n in enumerate(extends):
+            close(out[at : at + n], reference(q[at : at + n], *pool.dense(i), cached[i]), dtype)
+            at += n
+
+
+@pytest.mark.parametrize(("size_t", "size_s"), [(64, 8), (2048, 256), (40, 33)])
+def test_mixed_inputs(size_t, size_s, device):
+    """Of random plans, from full to empty, chunked prefills among them; the buffer holds what earlier plans left."""
+    from scheduler.step import StepPlanWriter
+    from worker.kernels.mixed_inputs import mixed_inputs
+
+    rng = np.random.default_rng(size_t)
+    table_rows, width = size_s + 5, 3000
+    pool = torch.randint(0, 32000, (table_rows + 1, width), dtype=torch.int32, device=device)
+    for number in range(12):
+        rows = int(rng.integers(1, size_s + 1)) if number else size_s
+        decodes = int(rng.integers(max(0, rows - 20), rows + 1))
+        extend = np.ones(rows, dtype=np.int32)
+        for _ in range(int(rng.integers(0, 5)) if decodes < rows else 0):
+            extend[rng.integers(decodes, rows)] += rng.integers(0, (size_t - extend.sum()) // 2 + 1)
+        if not number and decodes < rows:
+            extend[-1] += size_t - extend.sum()
+        samples = np.sort(rng.permutation(rows)[: rng.integers(0, rows + 1)])
+        plan = StepPlanWriter(1).begin(
+            step_id=1, num_rows=rows, num_decode=decodes, num_samples=len(samples), num_tokens=int(extend.sum()),
+            padded_rows=rows + number % 2, padded_tokens=int(extend.sum()) + number % 2,
+        )  # fmt: skip
+        plan.buffer[32:] = 7
+        plan.rows[:rows] = rng.permutation(table_rows)[:rows]
+        plan.cached_len[:rows] = rng.integers(0, width - size_t, rows)
+        plan.device_len[:rows] = plan.cached_len[:rows] + extend
+        plan.sample[: len(samples)] = samples
+        plan.out_loc[:] = rng.integers(0, 10**6, len(plan.out_loc))
+        buffer = hot_part(plan.seal(), 32 + 4 * (size_s + 1) + size_t + 1).to(device)
+        arguments = (buffer, pool, size_t, size_s, 20, 5, table_rows, 123)
+        for name, ours, expected in zip(
+            MixedInputs._fields, mixed_inputs(*arguments), mixed_inputs_reference(*arguments), strict=True
+        ):
+            used = slice(size_s, 2 * size_s) if name == "cu_extend" else slice(None)
+            assert ours.dtype == expected.dtype and torch.equal(ours[used], expected[used]), name
 
 
 @pytest.mark.parametrize("page_first", [False, True])

@@ -9,7 +9,7 @@ from hand_driver import HandDriver
 
 from scheduler.step import StepPlan
 from worker.device import UPLOAD_BUFFERS, create_device
-from worker.graphs import decode_graph_sizes
+from worker.graphs.decode import decode_graph_sizes
 from worker.page_table import PageTable
 from worker.parallel import TPGroup
 from worker.sampling import Sampler

@@ -43,11 +43,16 @@ class FlashAttention(TritonAttention):
         if self._required and self._flash.error is not None:
             raise ModelError(f"FlashAttention-4 cannot be used: {self._flash.error}; use attention_backend triton")
 
+    def outgrows_graphs(self, cached_len: np.ndarray, device_len: np.ndarray) -> bool:
+        return self._flops(cached_len, device_len) >= MIN_FLOPS  # whether it is loaded differs between ranks
+
     def prepare(self, batch: Batch) -> None:
-        first = batch.num_decode
         self._pages = None
+        first = batch.num_decode
         entries = len(batch.rows) - first
-        if not self._flash.ready or not 0 < entries <= MAX_ENTRIES or self._flops(batch) < MIN_FLOPS:
+        if batch.tiles is not None or not self._flash.ready or not 0 < entries <= MAX_ENTRIES:
+            return
+        if self._flops(batch.host_cached_len[first:], batch.host_device_len[first:]) < MIN_FLOPS:
             return
         page_size = self.page_table.page_size
         width = -(-batch.max_prefill_len // page_size)
@@ -55,16 +60,23 @@ class FlashAttention(TritonAttention):
         self._pages = torch.div(starts, page_size, rounding_mode="floor")
         self._cu_extend = batch.cu_extend[first:] - batch.cu_extend[first]
 
-    def prefill(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def prefill(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         if self._pages is None:
-            return super().prefill(q, k_cache, v_cache, batch)
-        return self._flash(
-            q, k_cache, v_cache, self._pages, self._cu_extend, batch.device_len[batch.num_decode :],
+            return super().prefill(q, k_cache, v_cache, batch, out)
+        first = batch.num_decode
+        attended = self._flash(
+            q[first:], k_cache, v_cache, self._pages, self._cu_extend, batch.device_len[first:],
             batch.max_extend_len, batch.max_prefill_len,
         )  # fmt: skip
+        if out is None:
+            return attended
+        out[first:] = attended
+        return out
 
-    def _flops(self, batch: Batch) -> float:
-        """Of the step's prefill attention in one layer, the causal half not subtracted."""
-        lengths = np.asarray(batch.host_device_len[batch.num_decode :], dtype=np.int64)
-        extends = lengths - batch.host_cached_len[batch.num_decode :]
-        return 4.0 * self._num_heads * self.pool.k_cache(0).shape[3] * float(extends @ lengths)
+    def _flops(self, cached_len: np.ndarray, device_len: np.ndarray) -> float:
+        """Of attention in one layer over entries of these lengths, the causal half not subtracted."""
+        lengths = np.asarray(device_len, dtype=np.int64)
+        return 4.0 * self._num_heads * self.pool.k_cache(0).shape[3] * float((lengths - cached_len) @ lengths)

@@ -14,7 +14,7 @@ MAX_HEAD_DIM = 256
 
 
 class TritonAttention(AttentionBackend):
-    """Any page size and pool layout, head_dim up to 256. Decode steps can be captured in a CUDA graph.
+    """Any page size and pool layout, head_dim up to 256. Decodes, and prefills in tiles, can be captured.
 
     Raises:
         ModelError: from `forward`, for a head size without a kernel.
@@ -38,16 +38,21 @@ class TritonAttention(AttentionBackend):
             batch.rows[:decodes], batch.device_len[:decodes],
         )  # fmt: skip
         if decodes < len(batch.rows):
-            out[decodes:] = self.prefill(q[decodes:], k_cache, v_cache, batch)
+            self.prefill(q, k_cache, v_cache, batch, out)
         return out
 
-    def prefill(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Attend the entries after the decodes: [their tokens, local_heads, head_dim], contiguous."""
+    def prefill(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attend the entries after the decodes: writes their tokens into `out` [T, local_heads, head_dim], a new one if
+        none is given, and returns it."""
+        if out is None:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
         first = batch.num_decode
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         return prefill_attention(
-            q, k_cache, v_cache, out, self.page_table.page_starts, batch.rows[first:],
-            batch.cached_len[first:], batch.device_len[first:], batch.cu_extend[first:], batch.max_extend_len,
+            q, k_cache, v_cache, out, self.page_table.page_starts, batch.rows[first:], batch.cached_len[first:],
+            batch.device_len[first:], batch.cu_extend[first:], batch.max_extend_len, batch.tiles,
         )  # fmt: skip
 
     def _create_decode(self, q: torch.Tensor, k_cache: torch.Tensor) -> DecodeAttention:
