@@ -36,7 +36,8 @@ def mixed_inputs(
         for i in range(header[H.NUM_DECODE], rows)
         for block in reversed(range(-(-extend[i] // tile)))
     ]  # fmt: skip
-    tiles += [(-1, 0)] * (-(-size_t // tile) + prefills - len(tiles))
+    count = len(tiles)
+    tiles += [(0, 0)] * (-(-size_t // tile) + prefills - count)
 
     def ints(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=buffer.device)
@@ -52,7 +53,7 @@ def mixed_inputs(
         index=ints([start[i] + extend[i] - 1 for i in sampled] + none, torch.int64),
         sample_rows=ints([row[i] for i in sampled] + [dummy_row] * len(none), torch.int64),
         sample_positions=ints([length[i] for i in sampled] + none, torch.int64),
-        tiles=ints([[entry for entry, _ in tiles], [block for _, block in tiles]]),
+        tiles=ints([count, *(entry for entry, _ in tiles), *(block for _, block in tiles)]),
     )
 
 
@@ -74,9 +75,8 @@ class TiledAttention(TorchAttention):
         decodes = batch.num_decode
         for entry in batch.device_len[:decodes].nonzero()[:, 0].tolist():
             self._attend(q, out, layer_id, batch, entry, slice(entry, entry + 1))
-        for entry, block in batch.tiles.T.tolist():
-            if entry < 0:
-                continue
+        count, entries, blocks = batch.tiles.split([1, len(batch.tiles) // 2, len(batch.tiles) // 2])
+        for entry, block in zip(entries[:count].tolist(), blocks[:count].tolist(), strict=True):
             entry += decodes
             extend = int(batch.device_len[entry] - batch.cached_len[entry])
             first = int(batch.cu_extend[entry])

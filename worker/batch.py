@@ -22,9 +22,9 @@ class Batch:
     num_decode                entries (the first ones) with one token whose whole prefix earlier steps wrote
     max_decode_len, max_prefill_len, max_extend_len   host ints: device_len over decode / prefill entries, extend_len
     host_*                    the same lengths on the host (numpy int32), for backends that loop on the CPU
-    tiles         [2, N]      in graphs, where the host knows no lengths: for each program of a prefill kernel the entry
-                              (counted from the first after the decodes, -1: none) and the run of its tokens; a decode
-                              of device_len 0 is none
+    tiles         [1 + 2 * N] in graphs, where the host knows no lengths: how many tiles the prefills' tokens make, of
+                              each its entry (counted from the first after the decodes), and of each which run of that
+                              entry's tokens it is; a decode of device_len 0 is none
     outputs                   the tokens at sample_index as a batch of decodes, where nobody needs the output of others;
                               None: all tokens leave the model
     """

@@ -18,7 +18,7 @@ import torch
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from cluster.errors import EngineError
-from worker.graphs import NOISY
+from worker.graphs.samplers import NOISY
 from worker.model_config import ModelConfig, check_tp_size
 from worker.parallel import TPGroup, init_tp_group
 from worker.sampling import Sampler

@@ -90,7 +90,8 @@ def test_decode_attention(shape, dtype, device, big):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_prefill_attention(shape, dtype, device, big):
-    from worker.kernels.prefill_attention import prefill_attention, tile_tokens
+    from worker.kernels.prefill_attention import prefill_attention
+    from worker.kernels.tiled_prefill import TiledPrefill, tile_tokens
 
     q_heads, kv_heads, dim, page_size, page_first = shape
     extends, cached = ([1, 33, 700, 128, 5], [64, 0, 1333, 128, 3]) if big else ([1, 40], [64, 3])
@@ -100,16 +101,48 @@ def test_prefill_attention(shape, dtype, device, big):
     q = torch.cat((torch.full_like(q[:3], float("nan")), q))  # others' tokens come before
     cu = torch.tensor([3, *extends]).cumsum(0).to(torch.int32).to(device)
     ints = [torch.tensor(x, dtype=torch.int32, device=device) for x in (cached, lengths)]
-    tokens = tile_tokens(max(extends), q_heads // kv_heads, dim, dtype)
-    tiles = [(i, block) for i, n in enumerate(extends) for block in range(-(-n // tokens))] + [(-1, 0)] * 3
-    for tiling in (None, torch.tensor(tiles, dtype=torch.int32, device=device).T.contiguous()):
+    tokens = tile_tokens(len(q), q_heads // kv_heads, dim, dtype)
+    tiles = [(i, block) for i, n in enumerate(extends) for block in range(-(-n // tokens))]
+    padded = [*tiles, *[(0, 0)] * 5]
+    listed = torch.tensor(
+        [len(tiles), *(i for i, _ in padded), *(block for _, block in padded)], dtype=torch.int32, device=device
+    )
+    tiled = TiledPrefill(q_heads, kv_heads, dim, dtype, device)
+    for call in range(3):
         out = torch.full_like(q, float("nan"))
-        prefill_attention(q, pool.k, pool.v, out, pool.table, pool.rows, *ints, cu, max(extends), tiling)
+        arguments = (q, pool.k, pool.v, out, pool.table, pool.rows, *ints, cu)
+        if call:  # twice: the arrival counters must be back at zero
+            tiled(*arguments, listed)
+        else:
+            prefill_attention(*arguments, max(extends))
         assert out[:3].isnan().all()
         at = 3
         for i, n in enumerate(extends):
             close(out[at : at + n], reference(q[at : at + n], *pool.dense(i), cached[i]), dtype)
             at += n
+    assert not tiled.arrived.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("extend", "cached"), [(1, 0), (3, 700), (20, 300), (70, 640), (33, 5000)])
+def test_few_tiles_are_split(extend, cached, dtype, device, big):
+    """Runs of keys that some tokens of a tile see nothing of, and runs on either side of the diagonal."""
+    from worker.kernels.tiled_prefill import TiledPrefill, tile_tokens
+
+    if not big and cached > 700:
+        pytest.skip("too large for the interpreter")
+    pool = Pool([extend + cached], 2, 64, 16, False, dtype, device)
+    q = torch.randn(extend + 9, 4, 64).to(dtype).to(device)
+    ints = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([cached], [extend + cached], [0])]
+    blocks = list(range(-(-extend // tile_tokens(len(q), 2, 64, dtype))))
+    listed = torch.tensor([len(blocks), *blocks, *blocks], dtype=torch.int32, device=device)
+    listed[1 : 1 + len(blocks)] = 0
+    out = torch.full_like(q, float("nan"))
+    tiled = TiledPrefill(4, 2, 64, dtype, device)
+    for _ in range(2):
+        tiled(q, pool.k, pool.v, out, pool.table, pool.rows, *ints, listed)
+        close(out[:extend], reference(q[:extend], *pool.dense(0), cached), dtype)
+    assert out[extend:].isnan().all() and not tiled.arrived.any()
 
 
 @pytest.mark.parametrize(("size_t", "size_s"), [(64, 8), (2048, 256), (40, 33)])

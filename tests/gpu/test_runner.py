@@ -47,7 +47,10 @@ def generate(path, prompts, *, page_size, budget, depth=2, sampling=(), num_page
     while scheduler.has_work:
         plan = scheduler.schedule()
         if plan is not None:
+            # Nothing in a step may wait for the device (the reference backend plans on the host, and does).
+            torch.cuda.set_sync_debug_mode("default" if config.get("attention_backend") == "torch" else "error")
             pending.append(runner.launch(plan))
+            torch.cuda.set_sync_debug_mode("default")
         if plan is None or len(pending) == depth:
             outputs = scheduler.process(pending.popleft().result())
             scheduler.check_integrity()

@@ -260,7 +260,7 @@ def test_scored_prompts_run_eagerly(path, monkeypatch) -> None:
 @pytest.mark.parametrize("parameters", [10**5, 218_000_000, 10**9, 10**12])
 def test_mixed_sizes(decodes: tuple[int, ...], budget: int, parameters: int) -> None:
     sizes = mixed_graph_sizes(decodes, budget, parameters)
-    assert list(sizes) == sorted(set(sizes)) and len(sizes) <= 26
-    assert all(size.entries in decodes and size.entries <= size.tokens <= min(budget, 2048) for size in sizes)
+    assert list(sizes) == sorted(set(sizes)) and len(sizes) <= 30
+    assert all(size.entries in decodes and size.entries <= size.tokens <= min(budget, 4096) for size in sizes)
     if sizes and budget >= decodes[-1]:
         assert sizes[-1].entries == max(size for size in decodes if size <= sizes[-1].tokens)

@@ -9,6 +9,7 @@ from worker.batch import Batch
 from worker.errors import ModelError
 from worker.kernels.decode_attention import DecodeAttention
 from worker.kernels.prefill_attention import prefill_attention
+from worker.kernels.tiled_prefill import TiledPrefill
 
 MAX_HEAD_DIM = 256
 
@@ -22,6 +23,7 @@ class TritonAttention(AttentionBackend):
 
     def __init__(self) -> None:
         self._decode: DecodeAttention | None = None
+        self._tiled: TiledPrefill | None = None
 
     def prepare(self, batch: Batch) -> None:
         pass  # the kernels read the step's own arrays
@@ -50,10 +52,15 @@ class TritonAttention(AttentionBackend):
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         first = batch.num_decode
-        return prefill_attention(
+        arguments = (
             q, k_cache, v_cache, out, self.page_table.page_starts, batch.rows[first:], batch.cached_len[first:],
-            batch.device_len[first:], batch.cu_extend[first:], batch.max_extend_len, batch.tiles,
+            batch.device_len[first:], batch.cu_extend[first:],
         )  # fmt: skip
+        if batch.tiles is None:
+            return prefill_attention(*arguments, batch.max_extend_len)
+        if self._tiled is None:
+            self._tiled = TiledPrefill(q.shape[1], k_cache.shape[2], q.shape[2], q.dtype, q.device)
+        return self._tiled(*arguments, batch.tiles)
 
     def _create_decode(self, q: torch.Tensor, k_cache: torch.Tensor) -> DecodeAttention:
         _, num_heads, head_dim = q.shape

@@ -20,7 +20,7 @@ from worker.models.base import CausalLM
 from worker.step_input import hot_words
 from worker.token_pool import TokenPool
 
-TOKENS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2048)
+TOKENS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2048, 3072, 4096)
 FEW_ENTRIES = 32
 MAX_PREFILLS = 64
 # Of a layer on an H200: a step with more arithmetic than fits in this time does not wait for its launches.
@@ -63,7 +63,7 @@ class MixedInputs(NamedTuple):
     cu_extend                       [2 * S + 1] int32: first token of each entry; of the second half alone
     index, sample_rows, sample_positions   [S] int64: of the sampled entries, the token in T and where the new one goes;
                                     padding is token 0, the dummy row, position 0
-    tiles                           [2, N] int32, see `Batch`
+    tiles                           [1 + 2 * N] int32, see `Batch`
     """
 
     input_ids: torch.Tensor
@@ -148,7 +148,7 @@ class MixedGraphs:
 
     def _inputs(self, size: MixedSize, dummy_row: int, dummy_slot: int) -> MixedInputs:
         from worker.kernels.mixed_inputs import mixed_inputs  # triton comes with torch for CUDA only
-        from worker.kernels.prefill_attention import tile_tokens
+        from worker.kernels.tiled_prefill import tile_tokens
 
         attention = self._model.model.layers[0].self_attn
         config, dtype = self._model.config, self._model.ctx.dtype

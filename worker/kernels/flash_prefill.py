@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +25,11 @@ CACHE_DIR = Path.home() / ".cache" / "raydix" / "flash-attention"
 MAX_ENTRIES = 256
 # Attention FLOPs of a layer below which the launch (about 0.2 ms of host time) costs more than the faster kernel saves.
 MIN_FLOPS = 4e10
+# The same for steps that have a graph with the Triton kernel: launched one by one, all their kernels cost host time.
+GRAPH_FLOPS = 1.5e11
 # Pages of this size and above may be read whole, and a NaN in a value that nobody has written would count.
 WHOLE_PAGES = 64
+SWITCH_SECONDS = 1e-4
 
 
 def why_not(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -96,7 +100,11 @@ class FlashPrefill:
         )[0]  # fmt: skip
 
     def _load(self) -> None:
+        interval = sys.getswitchinterval()
         try:
+            # Whoever serves beside this thread waits so long each time it wants the interpreter back, several times a
+            # token.
+            sys.setswitchinterval(SWITCH_SECONDS)
             # Its own switches, read when it is imported: keep compiled kernels on disk, where nobody else writes.
             CACHE_DIR.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
@@ -111,6 +119,8 @@ class FlashPrefill:
         except Exception as error:
             self.error = error
             logger.warning("prefill attention stays with the Triton kernel: %s: %s", type(error).__name__, error)
+        finally:
+            sys.setswitchinterval(interval)
 
     def _first_call(self, call: Callable[..., object]) -> None:
         """Small calls compile what all calls use. On a stream of its own: steps may be running."""

@@ -79,14 +79,16 @@ def _mixed_inputs_kernel(
 
     # Tile `at`: the prefills' tokens in runs of TILE, those of an entry with most keys first.
     runs = tl.where(entry >= num_decode, (extend + TILE - 1) // TILE, 0)
-    live = at < tl.sum(runs, 0)
+    total = tl.sum(runs, 0)
+    live = at < total
     ended = tl.cumsum(runs, 0)[None, :] <= at[:, None]
     own = tl.sum(ended.to(tl.int32), 1)
     first = tl.sum(tl.where(ended, runs[None, :], 0), 1)
     count = tl.sum(tl.where(entry[None, :] == own[:, None], runs[None, :], 0), 1)
     inside = at < num_tiles
-    tl.store(tile_ptr + at, tl.where(live, own, -1), mask=inside)
-    tl.store(tile_ptr + num_tiles + at, tl.where(live, count - 1 - (at - first), 0), mask=inside)
+    tl.store(tile_ptr + at * 0, total, mask=at == 0)
+    tl.store(tile_ptr + 1 + at, tl.where(live, own, 0), mask=inside)
+    tl.store(tile_ptr + 1 + num_tiles + at, tl.where(live, count - 1 - (at - first), 0), mask=inside)
 
 
 def mixed_inputs(
@@ -104,7 +106,7 @@ def mixed_inputs(
     entries = torch.empty(3, 2 * size_s, dtype=torch.int32, device=device)
     cu_extend = torch.empty(2 * size_s + 1, dtype=torch.int32, device=device)
     targets = torch.empty(3, size_s, dtype=torch.int64, device=device)
-    tiles = torch.empty(2, num_tiles, dtype=torch.int32, device=device)
+    tiles = torch.empty(1 + 2 * num_tiles, dtype=torch.int32, device=device)
     _mixed_inputs_kernel[(triton.cdiv(max(size_t, size_s, num_tiles), _BLOCK),)](
         plan, pool, pool.stride(0), inputs, entries, cu_extend, targets, tiles, dummy_row, dummy_slot,
         size_t, size_s, num_tiles,

@@ -91,9 +91,10 @@ class RowExtras:
             for flags in (self._host_any, self._host_penalised, self._host_biased):
                 flags[host_rows] = False
             self._host_top[host_rows] = -1
-            self.penalised[rows] = False
-            self.wants_logprobs[rows] = False
-            self.bias_ids[rows] = -1
+            # Setting items to a number would wait for the device.
+            self.penalised.index_fill_(0, rows, False)
+            self.wants_logprobs.index_fill_(0, rows, False)
+            self.bias_ids.index_fill_(0, rows, -1)
 
     def apply(self, host: PlanExtras, device: PlanExtras) -> None:
         """Take over a plan's sections about rows; the second are the same ones on the device."""
@@ -109,7 +110,7 @@ class RowExtras:
             rows = host.logprob_rows[:, 0]
             self._host_any[rows] = True
             self._host_top[rows] = host.logprob_rows[:, 1]
-            self.wants_logprobs[device.logprob_rows[:, 0].long()] = True
+            self.wants_logprobs.index_fill_(0, device.logprob_rows[:, 0].long(), True)
 
     def adjust(self, logits: torch.Tensor, rows: torch.Tensor, mode: ExtrasMode) -> None:
         """Bias and penalties on float32 [S, local_vocab] `logits` of int64[S] `rows`, in place."""
@@ -147,16 +148,16 @@ class RowExtras:
         self._reserve(int(host_rows.max()) + 1)
         entries = device.penalties
         rows = entries[:, P.ROW].long()
-        self.penalised[rows] = True
+        self.penalised.index_fill_(0, rows, True)
         self.penalties[rows] = entries[:, P.PRESENCE : P.REPETITION + 1].contiguous().view(torch.float32)
         self.prompt_len[rows] = entries[:, P.PROMPT_LEN].long()
-        self.counts[rows] = 0
+        self.counts.index_fill_(0, rows, 0)
         if not len(device.history_tokens):
             return
         row, position = expand_runs(device.history_runs, len(device.history_tokens))
         column, nowhere = self._columns(device.history_tokens), self._local_vocab
         generated = position >= self.prompt_len[row]
-        self.counts[row, torch.where(generated, nowhere, column)] = IN_PROMPT
+        self.counts[row, torch.where(generated, nowhere, column)] = self.counts.new_full((), IN_PROMPT)
         one = torch.full_like(device.history_tokens, GENERATED)
         self.counts.index_put_((row, torch.where(generated, column, nowhere)), one, accumulate=True)
 
@@ -175,7 +176,7 @@ class RowExtras:
         rows, count = device.bias_runs.long().unbind(1)
         runs = torch.stack((rows, torch.zeros_like(rows), count), 1)
         row, column = expand_runs(runs, len(device.bias_ids))
-        self.bias_ids[rows] = -1
+        self.bias_ids.index_fill_(0, rows, -1)
         self.bias_ids[row, column] = device.bias_ids
         self.bias[row, column] = device.bias_values.view(torch.float32)
 
