@@ -31,6 +31,11 @@ class PageTable:
 
         No two deltas of one plan name the same page of a row.
         """
+        if self.page_starts.is_cuda:
+            from worker.kernels.plan_sections import apply_page_deltas  # triton comes with torch for CUDA only
+
+            apply_page_deltas(deltas, self.page_starts, self.page_size)
+            return
         rows, positions, starts = deltas.unbind(1)
         self.page_starts[rows.long(), torch.div(positions, self.page_size, rounding_mode="floor").long()] = starts
 

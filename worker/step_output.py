@@ -68,5 +68,7 @@ def score_inputs(plan: StepPlan, buffer: torch.Tensor) -> tuple[torch.Tensor, to
     ids (int32[n]), both on the device. `buffer` is the loaded plan."""
     host = plan.extras
     device = PlanExtras(buffer[len(buffer) - host.counts.words :], host.counts)
-    _, inputs = expand_runs(device.score_runs[:, [R.ROW, R.INPUT, R.COUNT]], len(host.score_targets))
+    columns = device.score_runs.unbind(1)
+    runs = torch.stack((columns[R.ROW], columns[R.INPUT], columns[R.COUNT]), 1)
+    _, inputs = expand_runs(runs, len(host.score_targets))
     return inputs, device.score_targets

@@ -19,6 +19,11 @@ class TokenPool:
 
     def write_runs(self, runs: torch.Tensor, tokens: torch.Tensor) -> None:
         """Write a plan's token runs: int32[n, 3] of (row, first position, count) and their ids, run after run."""
+        if self.tokens.is_cuda:
+            from worker.kernels.plan_sections import write_token_runs  # triton comes with torch for CUDA only
+
+            write_token_runs(runs, tokens, self.tokens)
+            return
         row, first, count = runs.long().unbind(1)
         total = len(tokens)
         run = torch.repeat_interleave(torch.arange(len(runs), device=runs.device), count, output_size=total)
@@ -32,7 +37,7 @@ class TokenPool:
     def scatter(self, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
         """Store int32 `tokens` at int64 (rows, positions), and 0 for what is no token: the next step reads them."""
         if self.tokens.is_cuda:
-            from worker.kernels.token_pool import scatter_tokens  # triton comes with torch for CUDA only
+            from worker.kernels.token_pool import scatter_tokens
 
             scatter_tokens(self.tokens, rows, positions, tokens)
         else:

@@ -34,13 +34,19 @@ def dummy_step(
 ) -> StepPlan:
     """A plan of rows 0, 1, ... with `extend` (int32) new tokens each, the first `decodes` of them decodes.
 
-    On a fresh page table every row's pages are the dummy page, so its K/V go nowhere else. The rows' sampling
-    parameters and tokens are left behind; a row gets new ones when a request is admitted to it.
+    On a fresh page table every row's pages are the dummy page, so its K/V go nowhere else; the one page that the plan
+    assigns is it, too. The rows' sampling parameters and tokens are left behind; a row gets new ones when a request is
+    admitted to it.
     """
     rows, tokens = len(extend), int(extend.sum())
     plan = StepPlanWriter(ring=1).begin(
-        step_id=0, num_rows=rows, num_decode=decodes, num_samples=rows, num_tokens=tokens, sampling=rows
-    )
+        step_id=0, num_rows=rows, num_decode=decodes, num_samples=rows, num_tokens=tokens, sampling=rows,
+        page_deltas=1, token_runs=rows - decodes, run_tokens=tokens - decodes,
+    )  # fmt: skip
+    plan.page_deltas[:] = 0, 0, dummy_slot
+    for run, row in zip(plan.token_runs, range(decodes, rows), strict=True):
+        run[:] = row, 0, extend[row]
+    plan.run_tokens[:] = 0
     plan.rows[:] = plan.sample[:] = np.arange(rows)
     plan.cached_len[:decodes] = decode_cached
     plan.cached_len[decodes:] = 0

@@ -391,3 +391,56 @@ def test_decode_inputs_and_scatter(device):
     scatter_tokens(pool, rows, positions, new)
     expected[rows, positions] = torch.tensor([5, 0, 9], dtype=torch.int32, device=device)
     assert torch.equal(pool, expected)
+
+
+def test_plan_sections(device):
+    """The kernels leave what the torch versions leave, also from slices that begin anywhere."""
+    from scheduler.step import SAMPLING_WORDS, pack_sampling
+    from worker.kernels.plan_sections import apply_page_deltas, apply_sampling, write_token_runs
+    from worker.page_table import PageTable
+    from worker.sampling.extras import RowExtras
+    from worker.sampling.state import LOWEST_TEMPERATURE, SamplingState
+    from worker.token_pool import TokenPool
+
+    rng = np.random.default_rng(1)
+
+    def slice_of(words):
+        """On the device, at an address that is a multiple of 4 only."""
+        flat = np.concatenate(([0], words.ravel())).astype(np.int32)
+        return torch.from_numpy(flat).to(device)[1:].view(words.shape)
+
+    rows, page = 300, 4
+    table = PageTable(rows, 64, page, 50, "cpu")
+    starts = table.page_starts.to(device, copy=True)
+    for count in (1, 16, 200):
+        places = rng.permutation(rows * 16)[:count]
+        deltas = np.stack((places // 16, places % 16 * page, rng.integers(0, 50, count) * page), 1)
+        table.apply(slice_of(deltas).cpu())
+        apply_page_deltas(slice_of(deltas), starts, page)
+    assert torch.equal(starts.cpu(), table.page_starts)
+
+    pool = TokenPool(rows, 1500, page, "cpu")
+    tokens = pool.tokens.to(device, copy=True)
+    for counts in ([1], [7, 1400, 3], [5] * 290):
+        first = [int(rng.integers(0, 1500 - n)) for n in counts]
+        runs = np.stack((rng.permutation(rows)[: len(counts)], first, counts), 1)
+        ids = rng.integers(0, 9999, sum(counts))
+        pool.write_runs(slice_of(runs).cpu(), slice_of(ids).cpu())
+        write_token_runs(slice_of(runs), slice_of(ids), tokens)
+    assert torch.equal(tokens.cpu(), pool.tokens)
+
+    entries = np.zeros((40, SAMPLING_WORDS), dtype=np.int32)
+    for row, entry in zip(rng.permutation(rows), entries, strict=False):
+        pack_sampling(
+            entry, row=row, temperature=float(rng.choice([0.0, 1e-6, 0.3, 1.7])), top_p=float(rng.choice([1.0, 0.9])),
+            min_p=float(rng.choice([0.0, 0.1])), top_k=int(rng.choice([0, 5, 999, 1000, 5000])),
+            seed=int(rng.integers(0, 2**63)) * 2 + 1, prompt_len=3,
+        )  # fmt: skip
+    names = ("scale", "noise", "top_p", "min_p", "top_k", "filtered", "seed_key", "suppress_until")
+    state = SamplingState(rows, 1000, 64, torch.device("cpu"), RowExtras(rows, 0, 1000, torch.device("cpu")))
+    state.suppress_until += 9
+    ours = [getattr(state, name).to(device, copy=True) for name in names]
+    state._apply_device(torch.from_numpy(entries))
+    apply_sampling(slice_of(entries), *ours, 1000, LOWEST_TEMPERATURE)
+    for name, tensor in zip(names, ours, strict=True):
+        assert torch.equal(tensor.cpu(), getattr(state, name)), name

@@ -1,6 +1,7 @@
 """The whole rank on a GPU (scheduler, runner, graphs, kernels), token for token against transformers in float32."""
 
 from collections import deque
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -18,6 +19,16 @@ from worker.runner import ModelRunner
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 LENGTHS = (3, 40, 17, 90, 16, 64, 1, 33)
 NEW_TOKENS = 24
+
+
+@contextmanager
+def no_waiting():
+    """Nothing in here may wait for the device. (The reference backend plans on the host, and does.)"""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def generate(path, prompts, *, page_size, budget, depth=2, sampling=(), num_pages=64, **config):
@@ -47,10 +58,8 @@ def generate(path, prompts, *, page_size, budget, depth=2, sampling=(), num_page
     while scheduler.has_work:
         plan = scheduler.schedule()
         if plan is not None:
-            # Nothing in a step may wait for the device (the reference backend plans on the host, and does).
-            torch.cuda.set_sync_debug_mode("default" if config.get("attention_backend") == "torch" else "error")
-            pending.append(runner.launch(plan))
-            torch.cuda.set_sync_debug_mode("default")
+            with nullcontext() if config.get("attention_backend") == "torch" else no_waiting():
+                pending.append(runner.launch(plan))
         if plan is None or len(pending) == depth:
             outputs = scheduler.process(pending.popleft().result())
             scheduler.check_integrity()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from worker.batch import Batch
@@ -37,11 +36,6 @@ class AttentionBackend(ABC):
 
     def finish_compiling(self) -> None:  # noqa: B027
         """The start is over: wait for what `compile` began and the backend cannot serve without. Raises ModelError."""
-
-    def outgrows_graphs(self, cached_len: np.ndarray, device_len: np.ndarray) -> bool:
-        """Whether prefill entries of these lengths (int32[E] on the host) are worth a kernel that cannot be captured.
-        All ranks must say the same: they reduce padded sums in a graph, and others without."""
-        return False
 
     @abstractmethod
     def prepare(self, batch: Batch) -> None:

@@ -8,7 +8,7 @@ import torch
 from worker.attention.triton_backend import TritonAttention
 from worker.batch import Batch
 from worker.errors import ModelError
-from worker.kernels.flash_prefill import GRAPH_FLOPS, MAX_ENTRIES, MIN_FLOPS, FlashPrefill
+from worker.kernels.flash_prefill import MAX_ENTRIES, MIN_FLOPS, FlashPrefill
 
 
 class FlashAttention(TritonAttention):
@@ -42,9 +42,6 @@ class FlashAttention(TritonAttention):
         self._flash.wait()
         if self._required and self._flash.error is not None:
             raise ModelError(f"FlashAttention-4 cannot be used: {self._flash.error}; use attention_backend triton")
-
-    def outgrows_graphs(self, cached_len: np.ndarray, device_len: np.ndarray) -> bool:
-        return self._flops(cached_len, device_len) >= GRAPH_FLOPS  # whether it is loaded differs between ranks
 
     def prepare(self, batch: Batch) -> None:
         self._pages = None

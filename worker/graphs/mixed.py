@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from scheduler.step import StepPlan
@@ -26,6 +27,8 @@ MAX_PREFILLS = 64
 # Of a layer on an H200: a step with more arithmetic than fits in this time does not wait for its launches.
 LAUNCH_SECONDS = 0.45e-3
 FLOPS = 6e14
+# Of a layer's attention, the causal half not subtracted: beyond, FlashAttention-4 is worth those launches, too.
+ATTENTION_FLOPS = 1.5e11
 
 
 class MixedSize(NamedTuple):
@@ -92,6 +95,7 @@ class MixedGraphs:
     ) -> None:  # fmt: skip
         self._model, self._token_pool, self._samplers = model, token_pool, samplers
         self._sizes, self._max_seq_len = sizes, max_seq_len
+        self._flops_of_a_key = 4.0 * model.config.num_heads * model.config.head_dim / model.ctx.tp.size
         most = [max(counts) for counts in zip(*sizes, strict=True)] or [0, 0]
         self._buffer = torch.zeros(hot_words(most[1], most[0]), dtype=torch.int32, device=model.ctx.device)
         self._captured: dict[MixedSize, torch.cuda.CUDAGraph] = {}
@@ -106,10 +110,11 @@ class MixedGraphs:
         """The smallest captured size that the plan fits, the same on every rank; None: it has to run eagerly."""
         if plan.num_rows - plan.num_decode > MAX_PREFILLS or (plan.extras is not None and len(plan.extras.score_runs)):
             return None
-        size = next((s for s in self._sizes if s.tokens >= plan.num_tokens and s.entries >= plan.num_rows), None)
-        if size is None or self._model.ctx.attention.outgrows_graphs(*_prefill_lengths(plan)):
+        prefills = slice(plan.num_decode, plan.num_rows)
+        lengths = plan.device_len[prefills].astype(np.int64)
+        if self._flops_of_a_key * float((lengths - plan.cached_len[prefills]) @ lengths) > ATTENTION_FLOPS:
             return None
-        return size
+        return next((s for s in self._sizes if s.tokens >= plan.num_tokens and s.entries >= plan.num_rows), None)
 
     def replay(self, plan: StepPlan, buffer: torch.Tensor, size: MixedSize) -> int:
         """Run the forward pass of a loaded plan that fits; its logits lie in the samplers' buffer then. Returns the
@@ -157,8 +162,3 @@ class MixedGraphs:
         return MixedInputs(
             *mixed_inputs(self._buffer, self._token_pool.tokens, *size, prefills, tile, dummy_row, dummy_slot)
         )
-
-
-def _prefill_lengths(plan: StepPlan) -> tuple[object, object]:
-    prefills = slice(plan.num_decode, plan.num_rows)
-    return plan.cached_len[prefills], plan.device_len[prefills]

@@ -25,11 +25,10 @@ CACHE_DIR = Path.home() / ".cache" / "raydix" / "flash-attention"
 MAX_ENTRIES = 256
 # Attention FLOPs of a layer below which the launch (about 0.2 ms of host time) costs more than the faster kernel saves.
 MIN_FLOPS = 4e10
-# The same for steps that have a graph with the Triton kernel: launched one by one, all their kernels cost host time.
-GRAPH_FLOPS = 1.5e11
 # Pages of this size and above may be read whole, and a NaN in a value that nobody has written would count.
 WHOLE_PAGES = 64
-SWITCH_SECONDS = 1e-4
+# How long Python lets one thread run while another wants to, in seconds.
+SWITCH_INTERVAL = 1e-4
 
 
 def why_not(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -102,9 +101,8 @@ class FlashPrefill:
     def _load(self) -> None:
         interval = sys.getswitchinterval()
         try:
-            # Whoever serves beside this thread waits so long each time it wants the interpreter back, several times a
-            # token.
-            sys.setswitchinterval(SWITCH_SECONDS)
+            # The thread that serves waits for this one several times a token.
+            sys.setswitchinterval(SWITCH_INTERVAL)
             # Its own switches, read when it is imported: keep compiled kernels on disk, where nobody else writes.
             CACHE_DIR.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from worker.sampling.noise import GOLDEN, MIX_1, MIX_2, TOKEN_MUL_1, TOKEN_MUL_2, U_MAX, U_SCALE
 
-_GOLDEN = tl.constexpr(GOLDEN)
+GOLDEN_GAMMA = tl.constexpr(GOLDEN)
 _MIX_1 = tl.constexpr(MIX_1)
 _MIX_2 = tl.constexpr(MIX_2)
 _MUL_1 = tl.constexpr(TOKEN_MUL_1)
@@ -29,12 +29,17 @@ def _better(value, index, other_value, other_index):
 
 
 @triton.jit
-def _row_keys(seed_key, position):
-    """(k0, k1) uint32 of an int64 seed key and a position."""
-    x = seed_key.to(tl.uint64, bitcast=True) + position.to(tl.int64).to(tl.uint64, bitcast=True) * _GOLDEN
+def mix64(x):
+    """SplitMix64's finaliser of a uint64."""
     x = (x ^ (x >> 30)) * _MIX_1
     x = (x ^ (x >> 27)) * _MIX_2
-    x = x ^ (x >> 31)
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _row_keys(seed_key, position):
+    """(k0, k1) uint32 of an int64 seed key and a position."""
+    x = mix64(seed_key.to(tl.uint64, bitcast=True) + position.to(tl.int64).to(tl.uint64, bitcast=True) * GOLDEN_GAMMA)
     return (x & 0xFFFFFFFF).to(tl.uint32), (x >> 32).to(tl.uint32)
 
 

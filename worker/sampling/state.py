@@ -125,6 +125,14 @@ class SamplingState:
         self._host_until[rows] = 0
 
     def _apply_device(self, entries: torch.Tensor) -> None:
+        if entries.is_cuda:
+            from worker.kernels.plan_sections import apply_sampling  # triton comes with torch for CUDA only
+
+            apply_sampling(
+                entries, self.scale, self.noise, self.top_p, self.min_p, self.top_k, self.filtered, self.seed_key,
+                self.suppress_until, self.vocab_size, LOWEST_TEMPERATURE,
+            )  # fmt: skip
+            return
         rows = entries[:, S.ROW].long()
         temperature, top_p, min_p = (
             entries[:, column].contiguous().view(torch.float32) for column in (S.TEMPERATURE, S.TOP_P, S.MIN_P)
@@ -139,7 +147,7 @@ class SamplingState:
         self.top_k[rows] = torch.where(has_k, top_k, self.vocab_size)
         self.filtered[rows] = noisy & (has_k | (top_p < 1) | (min_p > 0))
         self.seed_key[rows] = seed_keys(entries[:, S.SEED_LOW], entries[:, S.SEED_HIGH])
-        self.suppress_until.index_fill_(0, rows, 0)  # setting items to a number would wait for the device
+        self.suppress_until[rows] = 0
 
     def _apply_suppress(self, runs: torch.Tensor, ids: torch.Tensor, longest: int) -> None:
         width = self.suppress_ids.shape[1]
@@ -148,7 +156,7 @@ class SamplingState:
             self.suppress_ids = torch.nn.functional.pad(self.suppress_ids, (0, more), value=-1)
         row, until, count = runs.long().unbind(1)
         self.suppress_until[row] = until.to(torch.int32)
-        self.suppress_ids.index_fill_(0, row, -1)
+        self.suppress_ids.index_fill_(0, row, -1)  # setting items to a number would wait for the device
         run = torch.repeat_interleave(torch.arange(len(runs), device=runs.device), count, output_size=len(ids))
         column = torch.arange(len(ids), device=runs.device) - (count.cumsum(0) - count)[run]
         self.suppress_ids[row[run], column] = ids
