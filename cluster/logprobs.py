@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from scheduler.step import LogprobBlock
 
+LEAST = -9999.0  # for a token that cannot come: JSON has no -inf, and OpenAI writes this
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -42,3 +44,8 @@ def of_prompt(block: LogprobBlock | None, prompt: list[int]) -> list[dict[int, L
     if len(prompt) == 1:
         return [None]
     return None if block is None else [None, *with_tokens(block, prompt[1:])]
+
+
+def finite(logprob: float) -> float:
+    """As JSON can hold it: `LEAST` for -inf and NaN."""
+    return logprob if logprob > LEAST else LEAST

@@ -58,15 +58,19 @@ class SamplingParams(BaseModel):
         description="divides positive and multiplies negative logits of tokens in the prompt or generated; 1: off",
     )  # fmt: skip
     logit_bias: dict[int, float] = Field(
-        default_factory=dict, description="token id -> what is added to its logit, -100..100; string keys are accepted"
-    )
+        default_factory=dict, examples=[{"50": -100}],
+        description="token id -> what is added to its logit, -100..100; string keys are accepted",
+    )  # fmt: skip
     logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="log probabilities of each generated token and of so many likeliest"
     )
     prompt_logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="the same of each prompt token but the first; finds no cached prefix"
     )
-    structured_outputs: StructuredOutputs | None = Field(None, description="the form that the output must have")
+    structured_outputs: StructuredOutputs | None = Field(
+        None, examples=[{"regex": "[0-9]+"}],
+        description="the form that the output must have, as one of json, json_object, regex, choice, grammar",
+    )  # fmt: skip
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -175,7 +175,7 @@ def run_throughput(args: argparse.Namespace) -> int:
         raise ConfigError(f"--min-len {args.min_len} must not exceed --max-len {args.max_len}")
     if args.profile is not None and config.executor != "inproc":
         raise ConfigError("--profile traces this process; add --executor inproc, so that the model runs in it")
-    check_json_path(args.profile)
+    check_json_path(args.profile, "--profile")
     timeline = Timeline()
     trace = None if args.profile is None else Path(args.profile).expanduser()
     result = bench_throughput(

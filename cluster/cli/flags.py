@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Collection
+from functools import partial
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from cluster.config import EngineConfig, describe
@@ -47,8 +49,6 @@ def parse_model(model: type[BaseModel], args: argparse.Namespace) -> Any:
     Raises:
         ConfigError: a value is outside its limits; names each.
     """
-    from pydantic import ValidationError
-
     given = {name: value for name in model.model_fields if (value := getattr(args, name, None)) is not None}
     try:
         return model(**given)
@@ -65,7 +65,7 @@ def add_model_flags(parser: Any, model: type[BaseModel], leave_out: Collection[s
 
 
 def flag_options(annotation: Any) -> dict[str, Any]:
-    """argparse's options for a field's type: choices, a converter, a switch or a list."""
+    """argparse's options for a field's type: choices, a converter, a switch, a list, or JSON for what has parts."""
     origin = get_origin(annotation)
     if origin in (Union, UnionType):
         (inner,) = (kind for kind in get_args(annotation) if kind is not NoneType)
@@ -76,6 +76,10 @@ def flag_options(annotation: Any) -> dict[str, Any]:
     if origin is list:
         (inner,) = get_args(annotation)
         return {"action": "append", **flag_options(inner)}
+    if origin is dict:
+        return {"type": json_object, "metavar": "JSON"}
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return {"type": partial(json_model, annotation), "metavar": "JSON"}
     if annotation is bool:
         return {"action": argparse.BooleanOptionalAction}
     converter: Callable[[str], Any] = annotation
@@ -83,10 +87,31 @@ def flag_options(annotation: Any) -> dict[str, Any]:
 
 
 def help_text(name: str, info: FieldInfo) -> str:
-    """The field's description and default, with argparse's % escaped."""
+    """The field's description, the JSON of an example if it has one, and its default, with argparse's % escaped."""
     default = info.get_default(call_default_factory=True)
-    suffix = "" if default in (None, [], False) else f" (default: {default})"
-    return f"{info.description or name}{suffix}".replace("%", "%%")
+    example = "".join(f"; such as '{json.dumps(example)}'" for example in info.examples or ())
+    suffix = "" if default in (None, [], {}, False) else f" (default: {default})"
+    return f"{info.description or name}{example}{suffix}".replace("%", "%%")
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """For argparse: a JSON object."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"not valid JSON: {error} (got {text!r})") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object in braces (got {text!r})")
+    return value
+
+
+def json_model(model: type[BaseModel], text: str) -> BaseModel:
+    """For argparse: a pydantic model from its fields as a JSON object."""
+    try:
+        return model.model_validate(json_object(text))
+    except ValidationError as error:
+        known = tuple(info.alias or name for name, info in model.model_fields.items())
+        raise argparse.ArgumentTypeError(describe(error, known)) from error
 
 
 def positive_int(text: str) -> int:

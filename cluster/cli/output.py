@@ -51,14 +51,19 @@ class Timeline:
             print(file=self._out, flush=True)
 
 
-def check_json_path(path: str | None) -> None:
-    """Refuses a --json file that cannot be written, before the work and not after it.
+def check_json_path(path: str | None, flag: str = "--json") -> None:
+    """Refuses a file of --json, or of another flag, that cannot be written: before the work and not after it.
 
     Raises:
-        ConfigError: its directory does not exist.
+        ConfigError: its directory does not exist, or it is a directory itself.
     """
-    if path is not None and not Path(path).expanduser().resolve().parent.is_dir():
-        raise ConfigError(f"--json {path}: no such directory")
+    if path is None:
+        return
+    file = Path(path).expanduser().resolve()
+    if file.is_dir():
+        raise ConfigError(f"{flag} {path}: is a directory; name a file, such as {file / 'out.json'}")
+    if not file.parent.is_dir():
+        raise ConfigError(f"{flag} {path}: no such directory")
 
 
 def write_json(path: str | None, value: Any) -> None:

@@ -23,7 +23,7 @@ def calibrate(args: argparse.Namespace) -> int:
     from cluster.simulate.real_engine import MeasuredWorker, load_runner
     from scheduler.config import SchedulerConfig
 
-    check_json_path(args.calibrate)
+    check_json_path(args.calibrate, "--calibrate")
     timeline = Timeline()
     running, max_seq_len = args.max_running_requests or 16, args.max_seq_len or 1024
     budget = args.max_step_tokens or 256

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from cluster.logprobs import finite
 from cluster.serve.token_stream import ScoredToken
 from cluster.tokenizer import Tokenizer
 from scheduler.step import LogprobBlock
-
-LEAST = -9999.0  # for a token that cannot come: JSON has no -inf, and OpenAI writes this
 
 
 class LogprobWriter:
@@ -36,12 +35,12 @@ class LogprobWriter:
         for text in texts:
             offsets.append(offset)
             offset += len(text)
-        own = [_finite(float(block.logprobs[0])) for _, block in scored]
+        own = [finite(float(block.logprobs[0])) for _, block in scored]
         return {
             "tokens": texts,
             "token_logprobs": own,
             "top_logprobs": [
-                {text: logprob} | {self._text(token): _finite(value) for token, value in _alternatives(block, 0)}
+                {text: logprob} | {self._text(token): finite(value) for token, value in _alternatives(block, 0)}
                 if block.top
                 else None
                 for text, logprob, (_, block) in zip(texts, own, scored, strict=True)
@@ -77,18 +76,14 @@ class LogprobWriter:
         return entries
 
     def _chat_entry(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self._text(token), "logprob": _finite(logprob), "bytes": list(self._token_bytes[token])}
+        return {"token": self._text(token), "logprob": finite(logprob), "bytes": list(self._token_bytes[token])}
 
     def _prompt_entry(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
-        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": self._text(token)}
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": self._text(token)}
 
     def _text(self, token: int) -> str:
         """Half a character, which a token may be, becomes U+FFFD."""
         return self._token_bytes[token].decode("utf-8", errors="replace")
-
-
-def _finite(logprob: float) -> float:
-    return logprob if logprob > LEAST else LEAST  # also of NaN
 
 
 def _alternatives(block: LogprobBlock, place: int) -> list[tuple[int, float]]:

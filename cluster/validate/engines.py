@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from cluster.config import EngineConfig
 from cluster.errors import ConfigError
+from cluster.presets import preset_of, write_preset
 from cluster.serve import build_models_app, build_openai_app
 from cluster.serve.app import ENGINE, engine_configs
 from cluster.settings import group_config
@@ -16,6 +18,8 @@ from cluster.validate.capacity import Nodes
 from cluster.validate.models import check_model
 from cluster.validate.problems import Problems
 from cluster.validate.source import Path
+from worker.errors import ModelError
+from worker.model_config import ModelConfig, check_tp_size
 
 SHORTEST_NODE_START = 60.0  # seconds; no cloud starts a GPU node faster
 
@@ -55,6 +59,21 @@ def rank_resources(config: EngineConfig, has_gpus: bool) -> dict[str, float]:
     """One rank's bundle, as `Engine` will ask for it."""
     on_gpu = config.device == "cuda" or (config.device == "auto" and has_gpus)
     return group_config(config, FilePath(), "cuda" if on_gpu else "cpu", may_grow=True).resources
+
+
+def check_tp_sizes(problems: Problems, engines: Iterable[ServedEngine]) -> None:
+    """A tp_size that the model will refuse, where its shape is known without its checkpoint."""
+    for engine in engines:
+        config = engine.config
+        preset = preset_of(config.model, config.load_format == "dummy")
+        if preset is None or config.device == "fake":  # fake ranks hold nothing that has to be divided
+            continue
+        with TemporaryDirectory() as directory:
+            model = ModelConfig.from_pretrained(write_preset(preset, FilePath(directory)))
+        try:
+            check_tp_size(model, config.tp_size)
+        except ModelError as error:
+            problems.add(engine.key("tp_size"), f"{preset}: {error}")
 
 
 def check_growth(problems: Problems, engines: Iterable[ServedEngine], nodes: Nodes) -> None:

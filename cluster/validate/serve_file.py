@@ -13,7 +13,7 @@ from ray.serve._private.build_app import build_app
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.validate.capacity import Demand, Group
-from cluster.validate.engines import ServedEngine, check_engine_override, check_engines, rank_resources
+from cluster.validate.engines import ServedEngine, check_engine_override, check_engines, check_tp_sizes, rank_resources
 from cluster.validate.models import check_model, kind
 from cluster.validate.problems import Problems, nearest
 from cluster.validate.source import Path
@@ -85,6 +85,7 @@ def _check_application(problems: Problems, path: Path, application: dict[str, An
     engines = check_engines(problems, (*path, "args"), target, args)
     if engines is None:
         return None
+    check_tp_sizes(problems, engines.values())
     try:
         built = build_app(
             call_user_app_builder_with_args_if_necessary(target, args), name=str(application.get("name", "default"))

@@ -24,11 +24,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def two_replicas(port: int) -> dict[str, Any]:
-    """serve/cpu-demo.yaml with one rank a replica, two replicas, and another port."""
+    """serve/cpu-demo.yaml with two replicas, less memory, and another port."""
     config = yaml.safe_load((ROOT / "ray_configs/serve/cpu-demo.yaml").read_text())
     config["http_options"]["port"] = port
     (application,) = config["applications"]
-    application["args"] |= {"tp_size": 1, "num_pages": 256, "max_seq_len": 512}
+    application["args"] |= {"num_pages": 256, "max_seq_len": 512}
     application["deployments"] = [{"name": "engine", "num_replicas": 2}]
     return config
 

@@ -212,6 +212,23 @@ def test_generate(tmp_path):
     assert result["config"]["num_pages"] == 256 and result["sampling"]["temperature"] == 0
 
 
+def test_generate_that_outgrows_the_cache_says_so(tmp_path):
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-c", "import sys; from cluster.cli import main; sys.exit(main())", "generate"]
+    command += ["--device", "cpu", "--executor", "inproc", "--num-pages", "4", "--max-seq-len", "512"]
+    command += ["--max-tokens", "200", "--temperature", "0", "--ignore-eos", "--logit-bias", '{"7042": -100}']
+    command += ["--logprobs", "2", "--prompt-logprobs", "1", "--json", str(out), "The capital of France is"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=READY_SECONDS)
+    assert done.returncode == 1 and "Paris" not in done.stdout
+    last = done.stderr.rstrip().splitlines()[-1]
+    (output,) = json.loads(out.read_text())["outputs"]
+    assert last == f"raydix: error: {output['error']}" and "raise num_pages" in last
+    assert output["finish_reason"] == "error" and len(output["token_ids"]) == len(output["logprobs"]) == 60
+    for token, scored in zip(output["token_ids"], output["logprobs"], strict=True):
+        assert scored[str(token)]["logprob"] <= 0 and {each["rank"] for each in scored.values()} >= {1, 2}
+    assert output["prompt_logprobs"][0] is None and len(output["prompt_logprobs"]) == 5
+
+
 @pytest.mark.full_grid
 def test_bench_throughput(tmp_path):
     out = tmp_path / "out.json"

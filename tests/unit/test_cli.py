@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import re
 import signal
 import socket
 import subprocess
@@ -11,6 +13,7 @@ import sys
 
 import pytest
 
+import cluster
 from cluster.cli import build_parser, main
 from cluster.cli.application import reachable, startup_error
 from cluster.cli.flags import engine_config, parse_model
@@ -18,6 +21,8 @@ from cluster.cli.output import Timeline, print_table, write_json
 from cluster.cli.serve import check_port_free, signals_raise
 from cluster.config import EngineConfig
 from cluster.errors import ConfigError, EngineDeadError, ModelLoadError, PlacementError, StartupError
+from cluster.llm_stream import RequestOutput
+from cluster.logprobs import Logprob
 from scheduler.sampling_params import SamplingParams
 
 
@@ -72,6 +77,40 @@ def test_sampling_flags():
     assert parse_model(SamplingParams, parse("generate")) == SamplingParams()
 
 
+def test_sampling_flags_with_parts_are_json():
+    argv = ["--logit-bias", '{"5": 1, "7": -2.5}', "--structured-outputs", '{"json": {"type": "object"}}']
+    sampling = parse_model(SamplingParams, parse("generate", *argv))
+    assert sampling.logit_bias == {5: 1.0, 7: -2.5}
+    assert sampling.structured_outputs.text == '{"type": "object"}'
+
+
+def test_help_shows_json_that_its_flags_take(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for flag in ("--logit-bias", "--structured-outputs"):
+        example = re.search(rf"{flag} JSON .*?; such as '(.*?)'", text)[1]
+        parse_model(SamplingParams, parse("generate", flag, example))
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--logit-bias", "x", "not valid JSON: Expecting value: line 1 column 1 (char 0) (got 'x')"),
+        ("--logit-bias", "[1]", "must be a JSON object in braces (got '[1]')"),
+        ("--structured-outputs", "[" * 100_000, "not valid JSON: "),
+        ("--structured-outputs", '{"regx": "a"}', "regx: unknown setting; did you mean regex?"),
+        ("--structured-outputs", '{"regex": "a", "json_object": true}', "give one of json, "),
+        ("--structured-outputs", '{"choice": "a"}', "choice: Input should be a valid list (got 'a')"),
+    ],
+)
+def test_wrong_json_of_a_flag(flag, value, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["generate", "x", flag, value])
+    assert end.value.code == 2
+    assert f"argument {flag}: " in (error := capsys.readouterr().err) and message in error
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -81,6 +120,11 @@ def test_sampling_flags():
         (["serve", "--config", "/no/such/file"], "cannot read config file"),
         (["generate", "x", "--temperature", "-1", "--top-p", "0"], "temperature: "),
         (["generate", "x", "--json", "/no/such/dir/out.json"], "no such directory"),
+        (["generate", "x", "--json", "/usr"], "--json /usr: is a directory; name a file, such as /usr/out.json"),
+        (["simulate", "--calibrate", "/usr"], "--calibrate /usr: is a directory"),
+        (["bench", "throughput", "--executor", "inproc", "--profile", "/usr"], "--profile /usr: is a directory"),
+        (["generate", "x", "--logit-bias", '{"x": 1}'], "logit_bias.x.[key]: Input should be a valid integer"),
+        (["generate", "x", "--logit-bias", '{"5": 101}'], "logit_bias of token 5 is 101.0; it must lie in -100..100"),
         (["bench", "throughput", "--min-len", "9", "--max-len", "8"], "--min-len 9 must not exceed --max-len 8"),
     ],
 )
@@ -103,6 +147,38 @@ def test_no_prompts(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n  \n"))
     assert main(["generate"]) == 2
     assert "no prompts" in capsys.readouterr().err
+
+
+class FixedLLM:
+    """Stands for `LLM`: the second prompt of three fails."""
+
+    def __init__(self, **config):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+    def generate(self, prompts, sampling):
+        scored = [{7: Logprob(-0.5, 1), 8: Logprob(-math.inf, 2)}]
+        fine = RequestOutput([1], [7], "seven", "length", 0, logprobs=scored, prompt_logprobs=[None])
+        failed = RequestOutput([1], [], "", "error", 0, error="it outgrew the KV cache", logprobs=[])
+        return [failed if index == 1 else fine for index in range(len(prompts))]
+
+
+@pytest.mark.parametrize(("prompts", "code"), [(["a"], 0), (["a", "b", "c"], 1)], ids=["fine", "one fails"])
+def test_a_failed_request_is_exit_code_1_and_named(prompts, code, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(cluster, "LLM", FixedLLM)
+    assert main(["generate", "--json", str(tmp_path / "out.json"), *prompts]) == code
+    printed = capsys.readouterr()
+    assert printed.out.count("seven") == len(prompts) - code
+    assert printed.err == "raydix: error: prompt 1: it outgrew the KV cache\n" * code
+    outputs = json.loads((tmp_path / "out.json").read_text())["outputs"]
+    assert [output["error"] for output in outputs] == [None, "it outgrew the KV cache", None][: len(prompts)]
+    assert outputs[0]["logprobs"] == [{"7": {"logprob": -0.5, "rank": 1}, "8": {"logprob": -9999.0, "rank": 2}}]
+    assert outputs[0]["prompt_logprobs"] == [None]
 
 
 @pytest.mark.parametrize("tokenizer", [None, "[]"])

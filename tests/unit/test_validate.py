@@ -55,6 +55,7 @@ class Mistake:
 
 AUTO, REPLICAS, TP8, P5 = "serve/autoscaling.yaml", "serve/replicas.yaml", "serve/tp8.yaml", "clusters/aws-p5.yaml"
 GCP, AZURE, LOCAL = "clusters/gcp-a3.yaml", "clusters/azure.yaml", "clusters/on-premise.yaml"
+DEMO, TP4 = "serve/cpu-demo.yaml", "serve/tp4.yaml"
 SERVICE, RAYCLUSTER = "kuberay/rayservice.yaml", "kuberay/raycluster.yaml"
 ENGINE = "applications[0].deployments[0]"
 MISTAKES = [
@@ -101,6 +102,10 @@ MISTAKES = [
     Mistake(TP8, "device: cuda", "device: cpu\n      attention_backend: flash",
             "applications[0].args.attention_backend", "on a GPU"),
     Mistake(TP8, "device: cuda", "device: gpu", "applications[0].args.device", "'auto', 'cpu', 'cuda' or 'fake'"),
+    # shapes that are known without a checkpoint
+    Mistake(DEMO, "tp_size: 1", "tp_size: 2", "applications[0].args.tp_size", "sizes that work are 1, 3"),
+    Mistake(TP4, "tp_size: 4", "tp_size: 3", "applications[0].args.tp_size", "Qwen3-32B: tensor-parallel size 3"),
+    Mistake(SERVICE, "          tp_size: 8", "          tp_size: 24", "applications[0].args.tp_size", "Llama-3.1-70B"),
     # both files together
     Mistake(TP8, "tp_size: 8", "tp_size: 32", "applications[0].args.tp_size", "32 GPU, which do not fit", beside=P5),
     Mistake(REPLICAS, "num_replicas: 4", "num_replicas: 17", f"{ENGINE}.num_replicas", "at most", beside=P5),
@@ -196,6 +201,8 @@ def test_several_models_that_fit(tmp_path: Path) -> None:
         ("placement_timeout: 900", "executor: inproc", f"{ARGS}.models", "not tp_size 8"),
         ("org/large", "small", f"{ARGS}.models", "two have one name"),
         ("models:", "modles:", f"{ARGS}.modles", "unknown key"),
+        ("org/large, tp_size: 8", "Qwen/Qwen3-32B, tp_size: 7", f"{ARGS}.models[1].tp_size", "64 attention heads"),
+        ("model: org/small, served_model_name", "tp_size: 2, served_model_name", f"{ARGS}.models[0].tp_size", "1, 3"),
     ],
 )
 def test_mistakes_in_the_settings_of_several_models(old: str, new: str, key: str, says: str, tmp_path: Path) -> None:
