@@ -10,7 +10,6 @@ import hashlib
 import importlib.util
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -27,8 +26,6 @@ MAX_ENTRIES = 256
 MIN_FLOPS = 4e10
 # Pages of this size and above may be read whole, and a NaN in a value that nobody has written would count.
 WHOLE_PAGES = 64
-# How long Python lets one thread run while another wants to, in seconds.
-SWITCH_INTERVAL = 1e-4
 
 
 def why_not(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -99,10 +96,7 @@ class FlashPrefill:
         )[0]  # fmt: skip
 
     def _load(self) -> None:
-        interval = sys.getswitchinterval()
         try:
-            # The thread that serves waits for this one several times a token.
-            sys.setswitchinterval(SWITCH_INTERVAL)
             # Its own switches, read when it is imported: keep compiled kernels on disk, where nobody else writes.
             CACHE_DIR.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
@@ -117,8 +111,6 @@ class FlashPrefill:
         except Exception as error:
             self.error = error
             logger.warning("prefill attention stays with the Triton kernel: %s: %s", type(error).__name__, error)
-        finally:
-            sys.setswitchinterval(interval)
 
     def _first_call(self, call: Callable[..., object]) -> None:
         """Small calls compile what all calls use. On a stream of its own: steps may be running."""
