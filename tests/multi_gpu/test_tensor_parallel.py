@@ -68,16 +68,20 @@ def test_ranks_have_the_cards_ray_gave_them(checkpoints: dict[int, Path], settin
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"),
-    [(family, "float32") for family in ALL_FAMILIES] + [("llama", "bfloat16"), ("qwen3", "float16")],
+    ("family", "dtype", "kv_heads"),
+    [(family, "float32", 2) for family in ALL_FAMILIES]
+    + [("llama", "bfloat16", 2), ("qwen3", "float16", 2), ("qwen3", "float32", 1)],  # one KV head: both ranks hold it
 )
-def test_all_families_on_cards(family: str, dtype: str, setting: Setting, tmp_path: Path) -> None:
-    """Long prompts in large steps, so that messages of every size are reduced; decodes run as graphs."""
+def test_all_families_on_cards(family: str, dtype: str, kv_heads: int, setting: Setting, tmp_path: Path) -> None:
+    """Long prompts in large steps: messages of every size are reduced; decodes and small steps run as graphs."""
     if setting.gpus_per_rank != 1.0:
         pytest.skip("the other variants have no NCCL; their tokens are compared above")
     if reason := setting.missing(2):
         pytest.skip(reason)
-    path = make_checkpoint(family, tmp_path, hidden_size=512, num_attention_heads=8, max_position_embeddings=1024)
+    path = make_checkpoint(
+        family, tmp_path, hidden_size=512, num_attention_heads=8, num_key_value_heads=kv_heads,
+        max_position_embeddings=1024,
+    )  # fmt: skip
     rng = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, 100, (length,), generator=rng).tolist() for length in (900, 700, 500, 40, 1)]
     greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
