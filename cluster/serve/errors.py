@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,32 +109,39 @@ def _validation_problem(error: RequestValidationError) -> Problem:
     lines: list[str] = []
     params: list[str | None] = []
     for finding in error.errors()[:MAX_FINDINGS]:
-        path = [str(part) for part in finding["loc"] if part != "body"]
+        path = finding["loc"][1:]  # without "body"
         if finding["type"] == "json_invalid":
             detail = finding.get("ctx", {}).get("error", "")
             lines.append(f"the body is not valid JSON: {detail} at character {path[0] if path else 0}")
             params.append(None)
             continue
         cause = finding.get("ctx", {}).get("error")
-        name = _field_name([*path, *cause.param.split(".")] if hasattr(cause, "param") else path)
+        fields = _fields(path, error.body, finding["type"] == "missing")
+        name = ".".join([*fields, cause.param] if hasattr(cause, "param") else fields) or None
         params.append(name)
         if finding["type"] == "extra_forbidden":
             lines.append(f"unknown field '{name}'")
         elif hasattr(cause, "param"):
             lines.append(str(cause) if name in str(cause) else f"{name}: {cause}")
         else:
-            message = finding["msg"].removeprefix("Value error, ")
-            no_object = finding["type"] in ("model_attributes_type", "model_type", "missing")
-            lines.append(f"{name}: {message}" if name else _NO_OBJECT if no_object else message)
+            no_object = finding["type"] in ("model_attributes_type", "model_type")
+            message = "it must be a JSON object" if no_object else finding["msg"].removeprefix("Value error, ")
+            no_body = no_object or finding["type"] == "missing"
+            lines.append(f"{name}: {message}" if name else _NO_OBJECT if no_body else message)
     unique = list(dict.fromkeys(lines))
     return Problem(400, "; ".join(unique), "invalid_request_error", params[0] if params else None)
 
 
-def _field_name(path: list[str]) -> str | None:
-    """`messages.0.role` from pydantic's location, without the names of a union's members."""
-    kept = [part for part in path if part.isidentifier() or part.isdigit()]
-    types = {"str", "int", "float", "bool", "list", "dict"}
-    return ".".join(part for part in kept if part not in types) or None
+def _fields(path: Sequence[str | int], body: Any, missing: bool) -> list[str]:
+    """`messages`, `0`, `role` from pydantic's location, in which the members of unions have names as well: those are
+    what the body has nothing under. `missing`: it lacks the last one, which is a field."""
+    lacking = [str(part) for part in path[-1:]] if missing else []
+    kept: list[str] = []
+    for part in path[: len(path) - len(lacking)]:
+        if (isinstance(body, dict) and part in body) or (isinstance(body, list) and part in range(len(body))):
+            kept.append(str(part))
+            body = body[part]
+    return kept + lacking
 
 
 def to_wire(error: RaydixError) -> dict[str, Any]:

@@ -43,13 +43,19 @@ class Gate:
         rules: Rules = scope["app"].state.rules
         headers = Headers(scope=scope)
         try:
-            if scope["path"] not in OPEN_PATHS:
+            if path_in_app(scope) not in OPEN_PATHS:
                 rules.check_key(headers.get("authorization"))
             rules.check_length(headers.get("content-length"))
         except (AuthenticationError, HTTPException) as error:
             await respond(problem_of(error))(scope, receive, send)
             return
         await self._app(scope, rules.limited(receive), send)
+
+
+def path_in_app(scope: Scope) -> str:
+    """The path without the application's `route_prefix`, as the routes have it. Nothing else is taken off or resolved
+    (`..`, a second prefix), so that no other route answers at a path that is open."""
+    return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
 class Rules:

@@ -156,6 +156,13 @@ class GenerationRequest(StrictModel):
                 f"prompt; shorten the prompt or lower {limit_field}",
                 limit_field,
             )
+        if (self.min_tokens or 0) > limit >= 0:
+            unless = "" if self.token_limit[1] is not None else " where it is not given"
+            raise InvalidRequestError(
+                f"min_tokens is {self.min_tokens}, but {limit_field} is {limit}{unless}; lower min_tokens or give a "
+                f"larger {limit_field}",
+                "min_tokens",
+            )
         values = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | self.scores
         given = {name: value for name, value in values.items() if value is not None}
         seed = (self.seed if self.seed is not None else seed) & ((1 << 64) - 1)

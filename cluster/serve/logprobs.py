@@ -25,44 +25,38 @@ class LogprobWriter:
             for token, block in scored
         ]
 
-    def completion(self, scored: Sequence[ScoredToken], offset: int) -> dict[str, Any]:
-        """`logprobs` of a completion; `offset`: characters of the choice's text before these tokens.
+    def completion(self, scored: Sequence[ScoredToken], offsets: Sequence[int]) -> dict[str, Any]:
+        """`logprobs` of a completion; `offsets`: where in the choice's text each of these tokens begins.
 
-        The token itself is among `top_logprobs` even when it is not one of the likeliest, as with OpenAI.
+        The token itself is among `top_logprobs` even when it is not one of the likeliest, as with OpenAI. Of several
+        tokens with one name it is the one that counts, else the likeliest.
         """
-        texts = [self._text(token) for token, _ in scored]
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
+        names = [self._name(token) for token, _ in scored]
         own = [finite(float(block.logprobs[0])) for _, block in scored]
         return {
-            "tokens": texts,
+            "tokens": names,
             "token_logprobs": own,
             "top_logprobs": [
-                {text: logprob} | {self._text(token): finite(value) for token, value in _alternatives(block, 0)}
-                if block.top
-                else None
-                for text, logprob, (_, block) in zip(texts, own, scored, strict=True)
+                self._top(name, logprob, block) if block.top else None
+                for name, logprob, (_, block) in zip(names, own, scored, strict=True)
             ],
-            "text_offset": offsets,
+            "text_offset": list(offsets),
         }
 
-    def echoed(self, prompt: list[int], block: LogprobBlock | None, top: int) -> dict[str, Any]:
+    def echoed(self, prompt: list[int], block: LogprobBlock | None, top: int, offsets: Sequence[int]) -> dict[str, Any]:
         """`logprobs` of a prompt that is part of a completion; of its first token there are none.
 
         `block`: of the tokens from the second on; `top`: how many alternatives were asked for.
         """
-        first = self._text(prompt[0])
         empty = LogprobBlock.joined([], top)
         block = empty if block is None else block.narrowed(top)
         rest = [ScoredToken(token, LogprobBlock(block.words[i : i + 1])) for i, token in enumerate(prompt[1:])]
-        written = self.completion(rest, len(first))
+        written = self.completion(rest, offsets[1:])
         return {
-            "tokens": [first, *written["tokens"]],
+            "tokens": [self._name(prompt[0]), *written["tokens"]],
             "token_logprobs": [None, *written["token_logprobs"]],
             "top_logprobs": [None, *written["top_logprobs"]],
-            "text_offset": [0, *written["text_offset"]],
+            "text_offset": list(offsets),
         }
 
     def prompt(self, prompt: list[int], block: LogprobBlock | None) -> list[dict[str, Any] | None]:
@@ -81,9 +75,25 @@ class LogprobWriter:
     def _prompt_entry(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": self._text(token)}
 
+    def _top(self, name: str, logprob: float, block: LogprobBlock) -> dict[str, float]:
+        top = {name: logprob}
+        for token, value in _alternatives(block, 0):
+            top.setdefault(self._name(token), finite(value))
+        return top
+
     def _text(self, token: int) -> str:
         """Half a character, which a token may be, becomes U+FFFD."""
         return self._token_bytes[token].decode("utf-8", errors="replace")
+
+    def _name(self, token: int) -> str:
+        """The token's text or, where that is not whole characters, its bytes as OpenAI's completions write them:
+        `bytes:\\xf0\\x9f`. U+FFFD would be the name of all of them."""
+        data = self._token_bytes[token]
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            printed = [chr(byte) if 0x20 <= byte < 0x7F and byte != 0x5C else f"\\x{byte:02x}" for byte in data]
+            return f"bytes:{''.join(printed)}"
 
 
 def _alternatives(block: LogprobBlock, place: int) -> list[tuple[int, float]]:

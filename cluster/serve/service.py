@@ -67,8 +67,10 @@ class Service:
         `form`: what each output must follow.
 
         Raises:
-            InvalidRequestError: a prompt that does not fit, or a sampling value outside its limits.
+            InvalidRequestError: a prompt that does not fit, more choices than an engine holds, or a sampling value
+                outside its limits.
         """
+        self._check_choices(len(prompts) * request.choices, "n" if request.choices > 1 else prompt_field)
         seed = secrets.randbits(64)
         share = self._share_of_output(request, len(prompts) * request.choices)
         if share is not None:
@@ -88,6 +90,18 @@ class Service:
                 for choice in range(request.choices)
             ]
         return pairs
+
+    def _check_choices(self, choices: int, field: str) -> None:
+        """Raises InvalidRequestError, for `field`, if one engine, idle, could not take so many: to try again is of no
+        use. The settings are those of every replica, and any of them may be the only one that is up."""
+        running, queued = self.config.max_running_requests, self.config.max_queued_requests
+        if choices > running + queued:
+            raise InvalidRequestError(
+                f"{field}: {choices} choices (prompts x n) in one request, and an engine of this server holds "
+                f"{running + queued} at most (max_running_requests {running} + max_queued_requests {queued}); send "
+                "several requests, or start the server with a larger --max-queued-requests",
+                field,
+            )
 
     def _share_of_output(self, request: GenerationRequest, choices: int) -> int | None:
         """Tokens that each choice of a request may have by `max_output_tokens`; None: no limit.

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urljoin
 
 import httpx
 import pytest
+from ray import serve
 
+from cluster.config import EngineConfig
+from cluster.serve.app import make_app
 from tests.browser import Page, chromium, find_chromium
-from tests.integration.http_server import MODEL, Server, running_server, until
+from tests.integration.http_server import CONFIG, MODEL, Server, running_server, until
 
 KEY = "a-key-of-this-test"
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
@@ -19,6 +24,21 @@ AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 def server(private_ray: None) -> Iterator[Server]:
     with running_server(device="fake", api_key=[KEY]) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def prefixed(server: Server) -> Server:
+    """Another application of the same Serve, behind a `route_prefix`."""
+    config = EngineConfig.parse(CONFIG | {"device": "fake", "api_key": [KEY], "spare_ranks": False})
+    serve.run(make_app(config), name="prefixed", route_prefix="/llm")
+    behind = Server(f"{server.url}/llm", serve.get_deployment_handle("engine", "prefixed"))
+    until(lambda: behind.get("/ready").status_code == 200, 120)
+    return behind
+
+
+@pytest.fixture(params=["server", "prefixed"])
+def site(request: pytest.FixtureRequest) -> Server:
+    return request.getfixturevalue(request.param)
 
 
 def state(server: Server) -> dict:
@@ -33,16 +53,16 @@ def complete(server: Server, prompt: str) -> None:
     assert answer.status_code == 200, answer.text
 
 
-def test_files_need_no_key_and_load_nothing_from_elsewhere(server: Server) -> None:
-    page = server.get("/dashboard")
+def test_files_need_no_key_and_load_nothing_from_elsewhere(site: Server) -> None:
+    page = site.get("/dashboard")
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
     assert "default-src 'self'" in page.headers["content-security-policy"]
     files = Path("cluster/serve/dashboard/static")
     for path in files.iterdir():
-        answer = server.get(f"/dashboard/{path.name}")
+        answer = site.get(f"/dashboard/{path.name}")
         assert answer.content == path.read_bytes()
         assert "://" not in answer.text.replace("http://www.w3.org/2000/svg", ""), path
-    assert server.get("/dashboard/app.js").headers["content-type"].startswith("text/javascript")
+    assert site.get("/dashboard/app.js").headers["content-type"].startswith("text/javascript")
 
 
 @pytest.mark.parametrize("name", ["nothing.js", "..%2f__init__.py", "page.py"])
@@ -51,8 +71,31 @@ def test_no_other_file_is_served(server: Server, name: str) -> None:
     assert answer.status_code == 404 and answer.json()["error"]["type"] == "not_found_error"
 
 
-def test_the_state_needs_a_key(server: Server) -> None:
-    assert server.get("/dashboard/state").status_code == 401
+def test_the_state_needs_a_key(site: Server) -> None:
+    assert site.get("/dashboard/state").status_code == 401
+
+
+def test_what_is_open_is_open_and_nothing_else(site: Server) -> None:
+    for path in ("/health", "/ready", "/version", "/metrics", "/dashboard"):
+        assert site.get(path).status_code == 200, path
+    for path in ("/v1/models", "/health/..%2fv1/models", "/llm/llm/health", "/health/v1/models", "/openapi.json"):
+        assert site.get(path).status_code == 401, path
+
+
+def test_what_the_page_asks_for_is_where_it_asks(site: Server) -> None:
+    """As a browser would: the page's links and calls, seen from its address."""
+    page, files = f"{site.url}/dashboard", Path("cluster/serve/dashboard/static")
+    links = re.findall(r'(?:href|src)="([^"]+)"', httpx.get(page).text)
+    modules = re.findall(r'^import .* from "([^"]+)"', (files / "app.js").read_text(), re.M)
+    assert len(links) == 3 and len(modules) == 6
+    for address in [urljoin(page, link) for link in links] + [urljoin(f"{page}/app.js", module) for module in modules]:
+        assert httpx.get(address).status_code == 200, address
+    calls = re.findall(r'fetch\("([^"]+)"', "".join(path.read_text() for path in files.glob("*.js")))
+    assert sorted(calls) == ["dashboard/state", "v1/chat/completions"]
+    assert httpx.get(urljoin(page, "dashboard/state"), headers=AUTHORIZED, timeout=60).status_code == 200
+    body = {"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 4}
+    answer = httpx.post(urljoin(page, "v1/chat/completions"), json=body, headers=AUTHORIZED, timeout=60)
+    assert answer.status_code == 200, answer.text
 
 
 def test_the_state_shows_load_memory_ranks_and_tree(server: Server) -> None:
@@ -78,9 +121,9 @@ def test_the_state_shows_load_memory_ranks_and_tree(server: Server) -> None:
 
 @pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed")
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
-async def test_in_a_browser(server: Server, tmp_path: Path, width: int, height: int) -> None:
+async def test_in_a_browser(site: Server, tmp_path: Path, width: int, height: int) -> None:
     async with chromium() as page:
-        await page.open(f"{server.url}/dashboard", width, height)
+        await page.open(f"{site.url}/dashboard", width, height)
         await page.until("!document.getElementById('key-form').hidden", 60)
         await page.evaluate(f"document.getElementById('key').value = '{KEY}'")
         await page.evaluate("document.getElementById('key-form').requestSubmit()")

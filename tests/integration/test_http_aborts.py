@@ -77,6 +77,19 @@ def test_a_full_queue_is_429_with_retry_after(server):
     server.wait_idle()
 
 
+def test_more_choices_than_there_can_be_places_are_400_at_once(server):
+    for body, param in (({"n": 49}, "n"), ({"prompt": ["a"] * 49}, "prompt"), ({"prompt": ["a"] * 5, "n": 10}, "n")):
+        answer = server.post("/v1/completions", LONG | body)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+        assert "48 at most (max_running_requests 8 + max_queued_requests 40)" in answer.json()["error"]["message"]
+        assert "retry-after" not in answer.headers
+    chat = {"messages": [{"role": "user", "content": "a"}], "n": 49, "stream": True}
+    assert server.post("/v1/chat/completions", chat).json()["error"]["param"] == "n"
+    assert server.stats()["running"] == server.stats()["waiting"] == 0
+    assert len(server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "n": 48}).json()["choices"]) == 48
+    server.wait_idle()
+
+
 def test_after_requests_with_random_aborts_every_page_is_back(server):
     rng = random.Random(5)
     total = server.wait_idle()["total_pages"]

@@ -24,9 +24,8 @@ def findings(model, body):
 
 
 def problem(model, body):
-    return problem_of(
-        RequestValidationError([each | {"loc": ("body", *each["loc"])} for each in findings(model, body)])
-    )
+    found = [each | {"loc": ("body", *each["loc"])} for each in findings(model, body)]
+    return problem_of(RequestValidationError(found, body=body))
 
 
 def prompt(value, **fields):

@@ -1,4 +1,5 @@
-"""`max_output_tokens`: what one request may ask for, and so what a client that reads nothing can cost."""
+"""What one request may ask for: tokens (`max_output_tokens`, and so what a client that reads nothing can cost), and
+choices."""
 
 from __future__ import annotations
 
@@ -48,3 +49,27 @@ def test_a_length_beyond_it_is_refused_by_name(request_, param):
 def test_as_much_as_allowed_is_given():
     assert lengths(completion(max_tokens=20), 40) == [20, 20]
     assert lengths(completion(max_tokens=0), 40) == [0, 0]
+
+
+def planned(request):
+    """How many choices are asked of an engine that holds three requests."""
+    service = Service("m", 64, None, None, EngineConfig(max_running_requests=2, max_queued_requests=1), None)
+    return len(service.plan(request, getattr(request, "prompts", [[1]]), "prompt", None, None))
+
+
+def chat(n):
+    return ChatCompletionRequest(messages=[{"role": "user", "content": "a"}], n=n)
+
+
+@pytest.mark.parametrize(
+    ("request_", "param"),
+    [(CompletionRequest(prompt=[[1]] * 4), "prompt"), (completion(n=2), "n"), (chat(4), "n")],
+)
+def test_more_choices_than_an_engine_can_ever_hold_are_refused_by_name(request_, param):
+    with pytest.raises(InvalidRequestError, match=rf"^{param}: 4 choices .* holds 3 .*--max-queued-requests") as caught:
+        planned(request_)
+    assert caught.value.param == param
+
+
+def test_as_many_choices_as_an_engine_holds_are_asked_of_it():
+    assert planned(CompletionRequest(prompt=[[1]] * 3)) == planned(chat(3)) == 3

@@ -48,7 +48,7 @@ def problem(make, /, **fields):
     with pytest.raises(ValidationError) as caught:
         make(**fields)
     findings = [finding | {"loc": ("body", *finding["loc"])} for finding in caught.value.errors()]
-    return problem_of(RequestValidationError(findings))
+    return problem_of(RequestValidationError(findings, body={"messages": HELLO, "prompt": "hello"} | fields))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def problem(make, /, **fields):
         ({"timeout": 0}, "timeout"),
         ({"priority": 1 << 31}, "priority"),
         ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": JSON, "structured_outputs": {"regex": "a"}}, "response_format"),
         ({"response_format": JSON, "tools": [ADD]}, "response_format"),
         ({"structured_outputs": {"regex": "a"}, "tools": [ADD]}, "structured_outputs"),

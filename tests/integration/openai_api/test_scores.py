@@ -56,6 +56,31 @@ def test_log_probabilities_of_a_completion_are_those_of_transformers(client, tok
     assert only[1].text == "Hi"
 
 
+def test_offsets_are_those_of_the_text_that_comes(client):
+    settings = GREEDY | {"prompt": "The capital of France is", "logprobs": 0}
+    text = client.completions.create(**settings).choices[0].text
+    for stop in (text[8:11], text[-6:], "zzz", f"{text[3:9]}zzz"):
+        whole = client.completions.create(stop=stop, **settings).choices[0]
+        chunks = [chunk.choices[0] for chunk in client.completions.create(stop=stop, stream=True, **settings)]
+        assert "".join(chunk.text for chunk in chunks) == whole.text
+        streamed = [offset for chunk in chunks for offset in chunk.logprobs.text_offset]
+        assert streamed == whole.logprobs.text_offset
+        starts = [sum(map(len, whole.logprobs.tokens[:i])) for i in range(len(streamed))]
+        assert streamed == [min(start, len(whole.text)) for start in starts]
+
+
+def test_special_tokens_and_halves_of_characters_in_the_log_probabilities(client, tokenizer):
+    special, hi, half = tokenizer.encode("<|im_start|>")[0], tokenizer.encode("Hi"), tokenizer.encode("😀")[0]
+    settings = GREEDY | {"prompt": [special, *hi, special], "echo": True, "logprobs": 3, "max_tokens": 2}
+    choice = client.completions.create(logit_bias={half: 100}, **settings).choices[0]
+    name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in tokenizer.token_bytes[half])
+    assert choice.text.startswith("Hi\ufffd")
+    assert choice.logprobs.tokens == ["<|im_start|>", "Hi", "<|im_start|>", name, name]
+    assert choice.logprobs.text_offset == [0, 0, 2, 2, 2]
+    for own, top in zip(choice.logprobs.token_logprobs[3:], choice.logprobs.top_logprobs[3:], strict=True):
+        assert top[name] == own and len(top) in (3, 4)
+
+
 def test_log_probabilities_of_a_chat(client):
     settings = GREEDY | {"messages": CAPITAL, "logprobs": True, "top_logprobs": 2, "max_tokens": 6}
     choice = client.chat.completions.create(**settings).choices[0]

@@ -175,7 +175,7 @@ def test_it_goes_with_stop_strings_and_log_probabilities(client):
         ({"response_format": as_schema({"type": "array", "uniqueItems": True})}, "response_format"),
         ({"response_format": as_schema({"$ref": "http://example.com/schema"})}, "response_format"),
         ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "response_format"),
         ({"response_format": {"type": "json_object"}, "tools": [TIME]}, "response_format"),
         ({"structured_outputs": {"regex": "a("}}, "structured_outputs"),
