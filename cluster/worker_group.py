@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 # A collective fails on the survivors before Ray reports the death that caused it: wait for the better explanation.
 _DIAGNOSIS_TIME = 0.3
+_LAST_WORDS_TIME = 5.0  # as long as a rank lets its last message take to leave
 _NEWS_TIME = 2.0  # until Ray tells of the end of a rank that cannot be reached
 _STOP_GRACE = 5.0
 _KILL_GRACE = 0.5
@@ -232,8 +233,10 @@ class WorkerGroup:
             self._take_startup_messages(handshake, min(deadline - time.monotonic(), 1.0))  # short: Ctrl-C is heard
             if self._ended:
                 rank = self._ended[0]
-                if self._runs[rank].exception() is None:  # it gave up; its message may be a moment behind
-                    self._take_startup_messages(handshake, _DIAGNOSIS_TIME)
+                if self._runs[rank].exception() is None:  # it gave up, and what it said of that may be behind
+                    until = time.monotonic() + _LAST_WORDS_TIME
+                    while (left := until - time.monotonic()) > 0:
+                        self._take_startup_messages(handshake, left)
                 raise handshake.died(rank, self._cause_of_end(rank))
         return handshake.info()
 
