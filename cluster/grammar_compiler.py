@@ -14,23 +14,24 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cluster.errors import InvalidRequestError
+from cluster.grammar import CompiledGrammar, Grammar, short
 from cluster.grammar_limits import check_multiples
 from cluster.tokenizer import Tokenizer
-from scheduler.constraint import Constraint, ConstraintError
 from scheduler.request import Request
 from scheduler.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     import llguidance
 
-CACHED_GRAMMARS = 128
+CACHED_GRAMMARS = 32
+"""Up to 12 MB each when compiled, and what `SHARED_SECONDS` of use add."""
 WHITESPACE = r"[ \t\r\n]{0,20}"
 """Between the parts of JSON: enough for indented text, and an end where a model would write blanks for ever."""
 MAX_LEXER_STATES = 50_000
@@ -39,56 +40,8 @@ MAX_ROW_ITEMS = 5_000
 """Of the parser, after each byte: a list of choices has one for each, of which there may be 4,096."""
 MAX_MASK_ITEMS = 10_000
 """Of the parser, for a mask: up to some 20 ms. 300 optional properties need more than half of them."""
-STEP_SECONDS = 0.005
-"""What each mask and each token may take of the driver's time, a hundred times of what they usually do."""
-SPARE_SECONDS = 1.0
-"""By how much a request may go beyond that, all in all."""
 MARK = "\x02"
 """Put before a text that its tokenizer would begin with a space of its own; no token has it and anything else."""
-_MESSAGE_LENGTH = 400
-
-
-class Grammar(Constraint):
-    """A position in a compiled grammar.
-
-    Whoever runs it is held up while it works, and so are all other requests. So `accept` and `fill_mask` also raise
-    ConstraintError when they have taken `SPARE_SECONDS` more than `STEP_SECONDS` for each mask and each token; what
-    cheap ones leave is not saved up. It is CPU time of the calling thread, to which the machine's load adds nothing.
-    """
-
-    def __init__(self, matcher: llguidance.LLMatcher, mask_words: int) -> None:
-        from llguidance.numpy import fill_next_token_bitmask
-
-        self.mask_words = mask_words
-        self._matcher = matcher
-        self._fill = fill_next_token_bitmask
-        self._beyond = 0.0  # seconds
-
-    def accept(self, tokens: Sequence[int]) -> None:
-        begin = time.thread_time()
-        if tokens and not self._matcher.consume_tokens(list(tokens)):
-            raise ConstraintError(f"the output's grammar cannot go on: {short(self._matcher.get_error())}")
-        self._charge(time.thread_time() - begin, len(tokens))
-
-    @property
-    def is_complete(self) -> bool:
-        return self._matcher.is_stopped()
-
-    def fill_mask(self, out: np.ndarray) -> None:
-        begin = time.thread_time()
-        self._fill(self._matcher, out[None], 0)
-        if self._matcher.is_error():
-            raise ConstraintError(f"the output's grammar cannot go on: {short(self._matcher.get_error())}")
-        self._charge(time.thread_time() - begin, 1)
-
-    def _charge(self, seconds: float, steps: int) -> None:
-        self._beyond = max(self._beyond + seconds - steps * STEP_SECONDS, 0.0)
-        if self._beyond > SPARE_SECONDS:
-            raise ConstraintError(
-                f"the output's grammar cannot go on: its masks took {self._beyond:.1f} s beyond "
-                f"{1e3 * STEP_SECONDS:g} ms each, {SPARE_SECONDS:g} s beyond is the limit; write it with fewer ways to "
-                "read the same text"
-            )
 
 
 class TokenTexts:
@@ -134,7 +87,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size if tokenizer is None else max(vocab_size, tokenizer.vocab_size)
         self._mask_words = -(-self._vocab_size // 32)
         self._eos_token_ids = list(eos_token_ids)
-        self._cache: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()
 
     def prepare(self, request: Request) -> None:
@@ -153,20 +106,25 @@ class GrammarCompiler:
         """
         try:
             text = grammar_text(wanted)
-            with self._lock:
-                matcher = self._cache.pop(text, None)
-            matcher = matcher or self._build(text)
+            grammar = self._join(text) or self._build(text)
         except RecursionError as error:
             raise InvalidRequestError(f"{wanted.field}: it is nested too deeply", wanted.field) from error
         except (ValueError, OverflowError) as error:
             raise InvalidRequestError(f"{wanted.field}: {short(str(error))}", wanted.field) from error
         with self._lock:
-            self._cache[text] = matcher
+            self._cache[text] = grammar.compiled
+            self._cache.move_to_end(text)
             if len(self._cache) > CACHED_GRAMMARS:
                 self._cache.popitem(last=False)
-            return Grammar(matcher.deep_copy(), self._mask_words)
+        return grammar
 
-    def _build(self, text: str) -> llguidance.LLMatcher:
+    def _join(self, text: str) -> Grammar | None:
+        with self._lock:
+            compiled = self._cache.get(text)
+            start = compiled.join() if compiled is not None else None
+        return Grammar(compiled, start, self._mask_words) if start is not None else None
+
+    def _build(self, text: str) -> Grammar:
         check_multiples(json.loads(text))
         library = llguidance_module()
         with self._lock:
@@ -177,14 +135,23 @@ class GrammarCompiler:
             step_max_items=MAX_MASK_ITEMS,
             verbose_errors=False,
         )
-        matcher = library.LLMatcher(vocabulary, text, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise ValueError(matcher.get_error())
-        try:  # the first mask is the dearest (60 ms for 4,096 choices), and copies share what it found out
-            Grammar(matcher.deep_copy(), self._mask_words).fill_mask(np.empty(self._mask_words, dtype=np.int32))
-        except ConstraintError as error:
-            raise ValueError(str(error)) from error
-        return matcher
+        build = partial(library.LLMatcher, vocabulary, text, log_level=0, limits=limits)
+        start = build()
+        if start.is_error():
+            raise ValueError(start.get_error())
+        first = start.deep_copy()
+        begin = time.thread_time()
+        mask = np.frombuffer(first.compute_bitmask(), dtype=np.uint8)  # the dearest, and copies share what it found out
+        if first.is_error():
+            raise ValueError(first.get_error())
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+        first_token = next(
+            (int(token) for token in allowed if token not in self._eos_token_ids), self._eos_token_ids[0]
+        )
+        compiled = CompiledGrammar(start, build, first_token)
+        grammar = Grammar(compiled, compiled.join(), self._mask_words)
+        compiled.count(time.thread_time() - begin)
+        return grammar
 
     @cached_property
     def _vocabulary(self) -> llguidance.LLTokenizer:
@@ -240,9 +207,3 @@ def _lark(text: str) -> str:
 def quoted(text: str) -> str:
     """A text as a literal of Lark's syntax."""
     return json.dumps(text, ensure_ascii=False)
-
-
-def short(message: str) -> str:
-    """The beginning of one of the library's messages, which may show all of the grammar."""
-    message = message.strip()
-    return message if len(message) <= _MESSAGE_LENGTH else message[:_MESSAGE_LENGTH] + " ..."

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from cluster.errors import InvalidRequestError
-from cluster.grammar_compiler import grammar_text, quoted, short
+from cluster.grammar import short
+from cluster.grammar_compiler import grammar_text, quoted
 from cluster.serve.body import StrictModel
 from cluster.serve.messages import JsonObject, Text, Tool
 from cluster.serve.parsers import ToolParser

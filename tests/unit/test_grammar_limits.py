@@ -10,12 +10,13 @@ import pytest
 from pydantic import ValidationError
 
 from cluster.errors import InvalidRequestError
-from cluster.grammar_compiler import STEP_SECONDS
+from cluster.grammar import STEP_SECONDS
 from cluster.serve.messages import Tool
 from cluster.serve.output_format import after_reasoning, tool_calls
 from cluster.serve.parsers.hermes import HermesParser
 from scheduler.constraint import ConstraintError
 from scheduler.structured_outputs import MAX_CHOICES, MAX_DEPTH, StructuredOutputs
+from tests.unit.cpu_clock import CpuClock
 from tests.unit.grammar_walk import MAY_END, MUST_END, REFUSED, UNFINISHED, make_compiler, tokens_of, walk
 from tests.unit.tiny_tokenizers import byte_level, sentencepiece_style
 
@@ -123,22 +124,10 @@ def test_a_mask_of_too_many_alternatives_is_refused(tmp_path):
         compiler.compile(StructuredOutputs(grammar=f"start: a\na: a a a a | a a a | a a | {letters}\n"))
 
 
-class CpuClock:
-    """What each mask and each token costs, as the clock of the thread's CPU time shows it."""
-
-    def __init__(self, cost):
-        self.cost = cost
-        self.now = 0.0
-
-    def thread_time(self):
-        self.now += self.cost
-        return self.now
-
-
 def test_a_request_whose_masks_cost_too_much_is_ended(compiler, monkeypatch):
     letters = StructuredOutputs(regex="[ab]{100000}")
     compiler.compile(letters)
-    monkeypatch.setattr("cluster.grammar_compiler.time", clock := CpuClock(STEP_SECONDS))
+    monkeypatch.setattr("cluster.grammar.time", clock := CpuClock(STEP_SECONDS))
     grammar = compiler.compile(letters)
     mask = np.zeros(grammar.mask_words, dtype=np.int32)
     [token] = tokens_of(compiler, "a")
