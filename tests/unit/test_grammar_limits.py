@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from cluster.default_model import ensure_default_model
 from cluster.errors import InvalidRequestError
 from cluster.grammar import STEP_SECONDS
+from cluster.grammar_compiler import GrammarCompiler
 from cluster.serve.messages import Tool
 from cluster.serve.output_format import after_reasoning, tool_calls
 from cluster.serve.parsers.hermes import HermesParser
+from cluster.tokenizer import Tokenizer
 from scheduler.constraint import ConstraintError
 from scheduler.structured_outputs import MAX_CHOICES, MAX_DEPTH, StructuredOutputs
 from tests.unit.cpu_clock import CpuClock
@@ -115,6 +118,15 @@ def test_as_many_choices_as_are_taken_can_be_chosen_from(compiler):
 def test_a_schema_may_have_hundreds_of_optional_properties(compiler):
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(300)}}
     assert walk(compiler, StructuredOutputs(json=schema), '{"p7": "a", "p299": "b"}') == MUST_END
+
+
+def test_so_with_a_large_vocabulary():
+    """After the first property most others may follow, and each may begin in the same token as the end of its value."""
+    tokenizer = Tokenizer(ensure_default_model())
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size + 64, tokenizer.eos_token_ids)
+    properties = {f"property_{i}": {"type": "string"} for i in range(300)}
+    schema = StructuredOutputs(json={"type": "object", "properties": properties, "additionalProperties": False})
+    assert walk(compiler, schema, '{"property_0": "a", "property_1": "b", "property_299": "c"}') == MUST_END
 
 
 def test_a_mask_of_too_many_alternatives_is_refused(tmp_path):
